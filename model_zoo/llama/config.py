@@ -152,6 +152,9 @@ class TrainConfig:
     """Of each block only the input is kept for the backward, which computes the block again."""
     recompute_gib: float = 0.0
     """With recompute: so much of a rank's memory may hold what is dearest to compute again; see kept.py."""
+    qkv_concat: bool | None = None
+    """q, k and v are one weight in memory, and w1 and w3; files are the same, see joined.py. null: on a device, if they can
+    be."""
     eval_every: int = 0
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
@@ -216,6 +219,22 @@ def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
     return Path(cfg.checkpoint.dir or (log_dir or Path(cfg.train.log_dir)) / "checkpoints")
 
 
+def joins(cfg: Config, on_device: bool = True) -> bool:
+    """Whether weights that read the same input are one: as train.qkv_concat says."""
+    asked = cfg.train.qkv_concat
+    return on_device and not _apart(cfg) if asked is None else asked
+
+
+def _apart(cfg: Config) -> str:
+    """What keeps weights from being one, or nothing."""
+    m, p = cfg.model, cfg.parallel
+    widths = {"model.ffn_dim": m.ffn_dim}
+    if m.experts is not None:
+        widths["the shared experts' width"] = m.experts.shared * (m.experts.width or m.ffn_dim)
+    uneven = [f"{name} = {n} is no multiple of parallel.tp = {p.tp}" for name, n in widths.items() if n % p.tp]
+    return "lora is set" if cfg.lora is not None else next(iter(uneven), "")
+
+
 def mesh_axes(p: ParallelConfig) -> dict[str, int]:
     """Names and sizes of the mesh's axes, the outermost first."""
     axes = {"pp": p.pp, "copies": p.hsdp, "dp": p.dp // p.hsdp // p.ep_of_dp, "ep": p.ep_of_dp,
@@ -251,6 +270,10 @@ def check(cfg: Config, world: int) -> None:
     _check_context(cfg)
     _check_latent(cfg)
     _check_logits(cfg)
+    if cfg.train.qkv_concat and (why := _apart(cfg)):
+        raise ConfigError("For the configuration, train.qkv_concat cannot make weights one.", why,
+                          "A tensor-parallel rank has the same part of each, and adapters are of single weights.",
+                          ["--train.qkv_concat false", "no --train.qkv_concat"])
     if cfg.parallel.tp_overlap != 1 and (missing := [text for text, there in (
             ("parallel.sequence_parallel is false", not cfg.parallel.sequence_parallel), ("lora is set", cfg.lora),
             ("model.latent is set", cfg.model.latent), ("model.experts is set", cfg.model.experts)) if there]):

@@ -51,6 +51,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (ops.rms_norm if isinstance(x, DTensor) else cpu_nn.rms_norm)(x, weight, eps)[0]
 
 
+def split(x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    """`mint.split` on the last dim, whose gradient of plain tensors takes what comes to it for dense memory."""
+    return (mint if isinstance(x, DTensor) else ops).split(x, widths, x.ndim - 1)
+
+
 @rounding_once
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`ops.swiglu` of the two beside each other."""

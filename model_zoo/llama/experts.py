@@ -41,9 +41,10 @@ class Experts(nn.Cell):
 
     Args:
         cfg: the sizes; `cfg.experts` is not None.
+        joined: of the shared experts, w1 and w3 are one.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, joined: bool = False):
         super().__init__()
         c = self.cfg = cfg.experts
         width = c.width or cfg.ffn_dim
@@ -53,7 +54,7 @@ class Experts(nn.Cell):
         if c.bias_rate is not None:  # moved by `Trainer.update`, never by a forward
             self.expert_bias = Parameter(initializer("zeros", (c.count,), ms.float32), requires_grad=False)
         self.experts = Weights(c.count, cfg.dim, width)
-        self.shared = FeedForward(cfg.dim, c.shared * width) if c.shared else None
+        self.shared = FeedForward(cfg.dim, c.shared * width, joined) if c.shared else None
         # as attention's: on a mesh `parallelize.py` sets what runs there
         self.core, self.left, self.of_sequences = with_shared(partial(mixture, c)), partial(left, c), expert_balance_loss
         self.room = None  # of n tokens in sequences of t: how many choices of a rank an expert may have, with a capacity

@@ -104,7 +104,12 @@ def names_of(model) -> dict[str, str]:
 
 def config_of(model) -> ModelConfig:
     """That of a Llama, or of stages of one."""
-    return (model[0].module if isinstance(model, list) else model).cfg
+    return cells_of(model)[0].cfg
+
+
+def cells_of(model) -> list:
+    """A Llama, or those of its stages."""
+    return [stage.module for stage in model] if isinstance(model, list) else [model]
 
 
 def not_weights(cfg: ModelConfig) -> tuple[str, ...]:
@@ -121,9 +126,12 @@ def load(model, path: str | Path, over: DeviceMesh | None = None) -> None:
     from ms_dtensor.checkpoint import load_hf
     from ms_dtensor.checkpoint.weights import Weights
 
+    from .joined import apart
+
     weights = Weights(path)
     names = next((n for n in (names_of(model), MINDFORMERS) if n["tok_embeddings.weight"] in weights.tensors), None)
-    load_hf(model, weights, names, ignore=not_weights(config_of(model)), over=over)
+    with apart(*cells_of(model)):
+        load_hf(model, weights, names, ignore=not_weights(config_of(model)), over=over)
 
 
 def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype: str | None = None,
@@ -134,8 +142,11 @@ def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype
     """
     from ms_dtensor.checkpoint import save_hf
 
-    save_hf(model, path, names_of(model), config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
-            max_shard_size=max_shard_size, over=over)
+    from .joined import apart
+
+    with apart(*cells_of(model)):
+        save_hf(model, path, names_of(model), config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
+                max_shard_size=max_shard_size, over=over)
 
 
 def read_config(path: str | Path) -> ModelConfig:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from .config import Config
+from .config import Config, joins
 from .flops import seen
 
 if TYPE_CHECKING:
@@ -59,12 +59,14 @@ def results(cfg: Config) -> dict[str, Result]:
     def product(inner: int, columns: int) -> Result:
         return Result(2 * n * inner * columns, n * columns * wide)
     out = {"attention": Result(4 * n * seen(m, cfg.train.seq) * width, n * (width * wide + 2 * heads * 8 * 4)),
-           "attention.wq": product(m.dim, width), "attention.wk": product(m.dim, keys * m.head_dim),
-           "attention.wv": product(m.dim, keys * m.head_dim), "attention.wo": product(width, m.dim)}
+           "attention.wo": product(width, m.dim)}
+    columns = {"attention.wq": width, "attention.wk": keys * m.head_dim, "attention.wv": keys * m.head_dim}
     if dense_layers(cfg):
-        columns = s._cut(m.ffn_dim)
-        out |= {"feed_forward.w1": product(m.dim, columns), "feed_forward.w3": product(m.dim, columns)}
-    return out
+        columns |= dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), s._cut(m.ffn_dim))
+    if joins(cfg):
+        columns = {one: sum(n for name, n in columns.items() if name.startswith(one[:-len(rest)]))
+                   for one, rest in (("attention.wqkv", "qkv"), ("feed_forward.w13", "13"))}
+    return out | {name: product(m.dim, n) for name, n in columns.items() if n}
 
 
 def dense_layers(cfg: Config) -> int:

@@ -17,6 +17,7 @@ from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import max_logits, qk_clip_
 
 from .config import ModelConfig
+from .joined import apart
 from .model import Llama, rotary_tables, turned
 from .rope import score_scale, turn
 
@@ -62,6 +63,7 @@ def watch(model: Llama) -> list[Watched]:
 
 def clip(model: Llama, threshold: float) -> None:
     """Makes queries and keys smaller of heads whose noted logits are above the threshold."""
-    for layer in model.layers:
-        attention = layer.attention
-        qk_clip_(attention.wq.weight, attention.wk.weight, attention.core.largest, threshold)
+    with apart(model):
+        for layer in model.layers:
+            attention = layer.attention
+            qk_clip_(attention.wq.weight, attention.wk.weight, attention.core.largest, threshold)

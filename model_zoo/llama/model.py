@@ -32,8 +32,9 @@ from . import cpu
 from .config import ModelConfig
 from .experts import Experts, balance_loss
 from .initial import initial
+from .joined import parts_of
 from .latent import LatentAttention
-from .layers import Embedding, FeedForward, RMSNorm, linear
+from .layers import Embedding, FeedForward, Joined, RMSNorm, linear
 from .rope import angles, score_scale
 
 F = mint.nn.functional
@@ -120,12 +121,15 @@ def rotate(cfg: ModelConfig, x: Tensor, places: Tensor, length: int) -> Tensor:
 class Attention(nn.Cell):
     """Causal grouped-query attention. Head h = (k, g) with k outermost: cutting h or k over an axis is the same cut."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, joined: bool = False):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-        self.wq = linear(cfg.dim, cfg.n_heads * cfg.head_dim, cfg.qkv_bias)
-        self.wk = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
-        self.wv = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
+        self.parts = {"wq": cfg.n_heads * cfg.head_dim} | dict.fromkeys(("wk", "wv"), cfg.n_kv_heads * cfg.head_dim)
+        self.joined = joined
+        if joined:
+            self.wqkv = Joined(cfg.dim, self.parts, cfg.qkv_bias, cfg.n_kv_heads)
+        else:
+            self.wq, self.wk, self.wv = (linear(cfg.dim, width, cfg.qkv_bias) for width in self.parts.values())
         self.wo = linear(cfg.n_heads * cfg.head_dim, cfg.dim, cfg.out_bias)
         self.norms_all = cfg.qk_norm_over == "all"
         self.q_norm, self.k_norm = (
@@ -145,7 +149,11 @@ class Attention(nn.Cell):
 
     def _projected(self, x, heads, kv_heads):
         """q, key and value of these shapes, q and key normed."""
-        q, key, value = self.wq(x), self.wk(x), self.wv(x)
+        if self.joined:
+            all_three, widths = self.wqkv(x), list(self.parts.values())
+            q, key, value = cpu.split(all_three, widths) if on_cpu() else mint.split(all_three, widths, 1)
+        else:
+            q, key, value = self.wq(x), self.wk(x), self.wv(x)
         if self.norms_all:
             q, key = self.q_norm(q), self.k_norm(key)
         q, key, value = q.reshape(heads), key.reshape(kv_heads), value.reshape(kv_heads)
@@ -155,13 +163,13 @@ class Attention(nn.Cell):
 class Block(nn.Cell):
     """One transformer layer, pre-norm. With a mixture of experts also what `balance_loss` needs, and the experts' loads."""
 
-    def __init__(self, cfg: ModelConfig, number: int):
+    def __init__(self, cfg: ModelConfig, number: int, joined: bool = False):
         super().__init__()
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention = Attention(cfg) if cfg.latent is None else LatentAttention(cfg, partial(attend, cfg))
+        self.attention = Attention(cfg, joined) if cfg.latent is None else LatentAttention(cfg, partial(attend, cfg))
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.mixed = cfg.experts is not None and number >= cfg.experts.dense_layers
-        self.feed_forward = Experts(cfg) if self.mixed else FeedForward(cfg.dim, cfg.ffn_dim)
+        self.feed_forward = Experts(cfg, joined) if self.mixed else FeedForward(cfg.dim, cfg.ffn_dim, joined)
 
     def construct(self, x, t):
         x = x + self.attention(self.attention_norm(x), t)
@@ -183,13 +191,14 @@ class Llama(nn.Cell):
 
     Args:
         cfg: the sizes.
+        joined: weights that read the same input are one: `wqkv`, `w13`. It computes the same; see `joined.py`.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, joined: bool = False):
         super().__init__()
         self.cfg, self.mixed = cfg, cfg.experts is not None
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
-        self.layers = nn.CellList([Block(cfg, i) for i in range(cfg.n_layers)])
+        self.layers = nn.CellList([Block(cfg, i, joined) for i in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = linear(cfg.dim, cfg.vocab_size)
         if cfg.tied_head:
@@ -238,9 +247,12 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
 
     Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
+    parts = parts_of(model)
     for param in model.get_parameters():
-        value = initial(param.name, param.shape, len(model.layers), seed, std)  # of a tied one in two stages the same
+        own = parts.get(param.name, {param.name: param.shape[0]})
+        drawn = [initial(name, (n, *param.shape[1:]), len(model.layers), seed, std)  # of a tied one in two stages the same
+                 for name, n in own.items()]
+        value = np.concatenate(drawn) if len(drawn) > 1 else drawn[0]
         if isinstance(param, DTensor):
-            layout = param.layout
-            value = value[tuple(slice(at, at + n) for at, n in zip(layout.local_offset(), layout.local_shape()))]
+            value = param.layout.assemble(lambda box, value=value: value[tuple(slice(*extent) for extent in box)])
         param.set_data(Tensor(np.ascontiguousarray(value)))

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_dtensor import (
     DeviceMesh,
@@ -43,6 +43,7 @@ from ms_dtensor.custom_ops.rows import connected
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
     OverlappedColwise,
     OverlappedGradients,
     OverlappedRowwise,
@@ -55,12 +56,14 @@ from ms_dtensor.parallel import (
     parallelize_module,
     replicate,
 )
+from ms_dtensor.parallel.pieces import Pieces
 from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig, mesh_axes
 from .experts import Experts, kept, mixture, most, one_hot, with_shared
 from .latent import Latent
+from .layers import Joined
 from .lora import adapted
 from .model import Listed, rotate
 
@@ -113,7 +116,9 @@ def block_plan(cfg: ParallelConfig, block: nn.Cell) -> dict[str, ParallelStyle]:
     plan["attention.wo"] = rows
     inner = "feed_forward.shared" if block.mixed else "feed_forward"
     plan |= {f"{inner}.w1": columns, f"{inner}.w3": columns, f"{inner}.w2": rows}
-    plan = {name: style for name, style in plan.items() if name in has}
+    plan = {name: style for name, style in plan.items() if name in has} | {name: FusedColwiseParallel(
+        tuple(cell.parts.values()), units=cell.units, use_local_output=False, split_output=False)
+        for name, cell in block.cells_and_names() if isinstance(cell, Joined)}
     if block.mixed and cfg.expert_tp and cfg.ep == 1:
         plan["feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
     if cfg.sequence_parallel:
@@ -128,11 +133,25 @@ def block_plan(cfg: ParallelConfig, block: nn.Cell) -> dict[str, ParallelStyle]:
         }
     if cfg.tp_overlap != 1:
         hidden = OverlappedRowwise(pieces=cfg.tp_overlap, sequence_dim=0)
-        plan |= {"attention": OverlappedColwise("wq", "wk", "wv", pieces=cfg.tp_overlap, sequence_dim=0),
-                 "feed_forward": OverlappedColwise("w1", "w3", pieces=cfg.tp_overlap, sequence_dim=0),
+        plan |= {"attention": overlapped(block.attention, cfg.tp_overlap, "wq", "wk", "wv"),
+                 "feed_forward": overlapped(block.feed_forward, cfg.tp_overlap, "w1", "w3"),
                  "attention.wo": hidden, "feed_forward.w2": hidden, "": OverlappedGradients()}
-        plan = {name: style for name, style in plan.items() if style is not columns}
+        plan = {name: style for name, style in plan.items() if style is not columns
+                and not isinstance(style, FusedColwiseParallel)}
     return plan | adapter_plan(block)
+
+
+def overlapped(cell: nn.Cell, pieces: Pieces, *names: str) -> OverlappedColwise:
+    """The style of a cell whose matrices of these names read its input, or are one."""
+    joined = {name: tuple(inside.parts.values()) for name, inside in cell.name_cells().items() if isinstance(inside, Joined)}
+    return OverlappedColwise(*(joined or names), pieces=pieces, sequence_dim=0, parts=next(iter(joined.values()), ()))
+
+
+def over_data(p: Parameter) -> Placement | None:
+    """How `fully_shard` cuts a parameter; None: dim 0. Of experts' weights that has too few rows to be cut over many ranks;
+    of joined ones each rank has columns of all rows, so that the parts are DTensors, too."""
+    joined = any(placement.parts for placement in getattr(p, "placements", ()))
+    return Shard(1) if p.ndim == 3 or joined and p.ndim == 2 else Replicate() if joined else None
 
 
 def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
@@ -164,9 +183,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
             else:
                 replicate(apart[-1], mesh=copies, mp_policy=mp_policy, zero1=cfg.zero1)
         if cut:
-            # of the experts' weights, dim 0 has too few rows to be cut over many ranks
-            fully_shard(layer, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp,
-                        shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+            fully_shard(layer, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp, shard_placement_fn=over_data)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
     parallelize_module(model, mesh["tp"], {k: v for k, v in outer_plan(cfg).items() if k in outer})
     if not cut:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import add
 from typing import Any, NamedTuple
 
@@ -45,10 +46,11 @@ from ms_dtensor.pipeline import (
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf, kept, logits, lora
-from .config import VEE, Config, OptimConfig
+from .config import VEE, Config, OptimConfig, joins
 from .configio import model_values
 from .cpu import compile_attention
 from .data import Text, stream_values
+from .joined import Apart, parts_of
 from .model import Llama, cross_entropy, init_weights
 from .parallelize import data_axes, here, own_list, own_rows, parallelize, stage_mesh
 
@@ -96,6 +98,7 @@ class Trainer:
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
                  initialize: Callable[[Llama], None] | None = None):
         _check_device(cfg, mesh)
+        cfg = replace(cfg, train=replace(cfg.train, qkv_concat=joins(cfg, not on_cpu())))
         ms.set_seed(cfg.train.seed)  # whatever is to be drawn is drawn alike on every rank, and again after a restart
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
@@ -103,7 +106,7 @@ class Trainer:
         self.count = cfg.train.micro_batches  # of the batch at work
         self.mesh = None if mesh is None else stage_mesh(mesh)
         with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
-            self.model = Llama(cfg.model)
+            self.model = Llama(cfg.model, joins(cfg))
         if initialize is not None:
             initialize(self.model)
         if cfg.lora is not None:
@@ -126,6 +129,7 @@ class Trainer:
         if initialize is None and cfg.train.init_hf is not None:  # each rank its shards
             with lora.without_adapters(*models):
                 hf.load(stages or self.model, cfg.train.init_hf, self.over)
+        self.joined = parts_of(*models)
         self.watched = logits.watch(self.model) if cfg.optim.qk_clip else []
         if cfg.train.recompute:
             for model in models:
@@ -275,8 +279,10 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
-        own = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        return {"model": self.stages or self.model, **own, "data": stream_values(self.cfg.train, self.text),
+        told = {"model": self.stages or self.model} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
+        if self.joined:
+            told = {key: Apart(what, self.joined) for key, what in told.items()}
+        return {**told, "data": stream_values(self.cfg.train, self.text),
                 "random": RandomState(), "config": model_values(self.cfg)}
 
     def step(self, step: int) -> StepResult:

@@ -444,7 +444,8 @@ def _expanded(entry, mesh) -> tuple[Placement, ...]:
     """The placement per axis of any accepted form; shapes do not matter here."""
     ndim = len(entry) if isinstance(entry, tuple | list) and not all(isinstance(p, Placement) for p in entry) else \
         1 + max((abs(p.dim) for p in _placements_of(entry) if p.is_shard()), default=0)
-    return Layout(mesh, entry, (prod(mesh.shape),) * ndim).placements
+    rows = {p.dim: sum(p.parts) for p in _placements_of(entry) if p.parts}
+    return Layout(mesh, entry, tuple(rows.get(d, prod(mesh.shape)) for d in range(ndim))).placements
 
 
 def _placements_of(entry):

@@ -7,13 +7,14 @@ The products are `pieces.py`'s. Where a rank's rows are not all ranks' equal sha
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor, mint, nn
 
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
-from ..core.placements import Placement, Replicate, Shard
+from ..core.placements import FusedShard, Placement, Replicate, Shard
 from ..custom_ops.local_map import local_map
 from ..debug.types.doors import declared
 from ..errors import ConfigError, LayoutError
@@ -48,8 +49,12 @@ def _check(who: str, pieces: Pieces, cells: dict[str, nn.Cell], mesh: DeviceMesh
 class _Together:
     """Linears of one input, and how it lies; cells refer to it, so that a copy of a model has its own."""
 
-    def __init__(self, cells: dict[str, nn.Cell], axis: str, pieces: Pieces, dim: int):
-        self.cells, self.axis, self.pieces, self.dim = cells, axis, pieces, dim
+    def __init__(self, cells: dict[str, nn.Cell], axis: str, pieces: Pieces, dim: int, parts: tuple[int, ...]):
+        self.cells, self.axis, self.pieces, self.dim, self.parts = cells, axis, pieces, dim, parts
+
+    def cut(self, dim: int) -> Placement:
+        """That of the weights, and of the outputs' last dim."""
+        return FusedShard(dim, self.parts) if self.parts else Shard(dim)
 
     def of(self, x: DTensor, name: str) -> DTensor:
         """The output of one of the cells for `x`: the first that is called makes those of all."""
@@ -71,9 +76,12 @@ class OverlappedColwise(ParallelStyle):
         pieces: so many products and collectives at most; or "kernel": Ascend's fused `all_gather_matmul` and
             `matmul_reduce_scatter`, *not run on hardware* (elsewhere a product and a collective, one after the other).
         sequence_dim: dim of the input that is cut; default 1, for `[batch, sequence, hidden]`.
+        parts: of one Linear that is a fused projection, as `FusedColwiseParallel` has them; the axis divides each. Its
+            output is `FusedShard(-1, parts)`.
 
     Raises:
-        ConfigError: a cell that is no plain Linear. On an Ascend, in a forward, CommError: what the kernel does not take.
+        ConfigError: a cell that is no plain Linear, or has other parts. On an Ascend, in a forward, CommError: what the
+            kernel does not take.
 
     Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
         Models"; the kernels are described with `mindspore.ops.all_gather_matmul`.
@@ -88,8 +96,8 @@ class OverlappedColwise(ParallelStyle):
         DTensor(f32[8, 16@tp], mesh=(tp=1), rank 0 holds [8, 16])
     """
 
-    def __init__(self, *cells: str, pieces: Pieces = 4, sequence_dim: int = 1):
-        self.cells, self.pieces, self.sequence_dim = cells, pieces, sequence_dim
+    def __init__(self, *cells: str, pieces: Pieces = 4, sequence_dim: int = 1, parts: Sequence[int] = ()):
+        self.cells, self.pieces, self.sequence_dim, self.parts = cells, pieces, sequence_dim, tuple(parts)
 
     def _cells(self, module: nn.Cell) -> dict[str, nn.Cell]:
         inside = module.name_cells()
@@ -105,17 +113,23 @@ class OverlappedColwise(ParallelStyle):
         if len({"bias" if cell._params.get("bias") is not None else "" for cell in cells.values()}) > 1:
             raise ConfigError("For 'OverlappedColwise', some of the cells have a bias, and some have none.",
                               ", ".join(cells), "They compute as one.", "a style for each of the two kinds")
-        return {key: Shard(0) for key, p in module._params.items() if p is not None} if not self.cells else {}
+        rows = [cell._params["weight"].shape[0] for cell in cells.values()]
+        if self.parts and (rows != [sum(self.parts)] or any(n % device_mesh.size() for n in self.parts)):
+            raise ConfigError(f"For 'OverlappedColwise', the parts {self.parts} are not those of one cell.",
+                              f"{', '.join(cells)} with {rows} rows, mesh({device_mesh.describe()})",
+                              "They are all of its output features, and every rank has as many of each.", "correct 'parts'")
+        cut = FusedShard(0, self.parts) if self.parts else Shard(0)
+        return {key: cut for key, p in module._params.items() if p is not None} if not self.cells else {}
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         self.check(module, device_mesh)
         cells = self._cells(module)
-        together = _Together(cells, device_mesh.mesh_dim_names[0], self.pieces, self.sequence_dim)
+        together = _Together(cells, device_mesh.mesh_dim_names[0], self.pieces, self.sequence_dim, self.parts)
         place_first_input(module, device_mesh, Shard(self.sequence_dim), Shard(self.sequence_dim), "OverlappedColwise")
         for name, cell in cells.items():
             for key, param in cell._params.items():
                 if param is not None:
-                    shard_parameter(cell, key, device_mesh, [Shard(0)], self.src_data_rank)
+                    shard_parameter(cell, key, device_mesh, [together.cut(0)], self.src_data_rank)
             replicate_buffers(cell, device_mesh, self.src_data_rank)
             cell.__dict__[_TOGETHER] = name, together
             around_construct(cell, _one_of_them)
@@ -184,8 +198,8 @@ def _columns(together: _Together, x: DTensor) -> tuple[DTensor, ...]:
     weights, late, debt = _weights(tuple(together.cells.values()), layout, together.pieces)
     biases = tuple(b for cell in together.cells.values() if (b := cell._params.get("bias")) is not None)
     widths = tuple(cell._params["weight"].shape[0] for cell in together.cells.values())
-    columns, rows = _with(layout, axis, Shard(x.ndim - 1)), {axis: Shard(0)}
-    run = _mapped(_column_products, ("columns", layout, axis, dim, widths, len(biases), debt is None),
+    columns, rows = _with(layout, axis, together.cut(x.ndim - 1)), {axis: together.cut(0)}
+    run = _mapped(_column_products, ("columns", layout, axis, dim, widths, together.parts, len(biases), debt is None),
                   (columns,) * len(widths), (list(layout.placements), rows if debt is None else None, rows, None),
                   lambda *shapes: tuple((*shapes[0][:-1], n) for n in widths))
     return run(x, weights, biases, How(x.device_mesh.get_group(axis), together.pieces, dim, late, debt))
