@@ -157,7 +157,7 @@ def _run(argv: list[str], keep: ExitStack) -> None:
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
         if t.recompute:
-            report.say(str(choose(cfg)))
+            report.say(str(choose(trainer.cfg)))
         if done:
             report.say(f"going on after step {done}")
         if window.first and window.first <= done:

@@ -29,7 +29,7 @@ import mindspore as ms  # noqa: E402
 import numpy as np  # noqa: E402
 
 import ms_dtensor as md  # noqa: E402
-from model_zoo.llama.config import Config  # noqa: E402
+from model_zoo.llama.config import Config, joins  # noqa: E402
 from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.dry import dry_step  # noqa: E402
 from model_zoo.llama.flops import flops_per_token  # noqa: E402
@@ -49,7 +49,6 @@ ROWS = {"tp8": (8, ["--parallel.dp", "1", "--train.batch", "1", *TP8]),
                                        "true"]),
         "fsdp8": (8, [*FSDP, "--train.recompute", "false"]),
         "tp8 x fsdp64": (512, ["--parallel.dp", "64", "--parallel.fsdp", "true", "--train.batch", "64", *TP8])}
-GATHERED, REDUCED = 11, 19  # copies a layer, of any number of ranks: `tests/test_device_branch.py` counts them
 
 
 def host() -> dict[str, float]:
@@ -122,7 +121,8 @@ def row(name: str, of: Counted, machine: Hardware, costs: dict[str, float], slow
     """A layout's line of the table."""
     cfg, needed = of.cfg, sum(per_rank(of.cfg).values())
     p = cfg.parallel
-    packed = REDUCED + GATHERED * (1 + p.fsdp) if p.fsdp or p.zero1 else 0
+    held = 6 if joins(cfg) else 9  # parameters a layer; their copies, of any number of ranks: `tests/test_device_branch.py`
+    packed = 1 + 2 * held + (2 + held) * (1 + p.fsdp) if p.fsdp or p.zero1 else 0
     asked = ((of.ops + packed) * costs["op"] + of.moves * costs["collective"]) * 1e-6
     tokens = cfg.train.batch * cfg.train.seq / of.world
     made = {"layout": name, "operations a layer": of.ops + packed, "collectives a layer": of.moves,

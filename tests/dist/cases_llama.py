@@ -160,7 +160,7 @@ def any_budget_of_recomputed_blocks_gives_one_devices_gradients(world):
     def gradients(parallel: ParallelConfig, on_mesh: bool = True, **how):
         cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, train=TrainConfig(batch=8, seq=6, seed=3, **how))
         trainer = Trainer(cfg, None, make_mesh("cpu", parallel) if on_mesh else None)
-        chosen = kept.choose(cfg)
+        chosen = kept.choose(trainer.cfg)
         same_on_all_ranks(world, str(chosen))
         loss, grads = trainer.gradients(*rows)
         return sum(chosen.layers.values()), [array(x) for x in (loss, *grads)]

@@ -94,14 +94,14 @@ def fused_ops(saved: Saved):
         swiglu=lambda x, dim: halves(x), flash_attention_score=lambda q, k, v, heads, **how: flash(q, k, v))
 
 
-def counted(cfg: Config, monkeypatch):
+def counted(cfg: Config, joined: bool, monkeypatch):
     """Bytes saved by the blocks and by all the rest, weights apart; parameters of the first rank."""
     p, t = cfg.parallel, cfg.train
     weights, blocks, rest = Saved(), Saved(), Saved()
     into = [rest]
     with fake_world(p.dp * p.tp), rehearsed(clock=False):
         mesh = md.init_device_mesh("npu", (p.dp, p.tp), mesh_dim_names=("dp", "tp"))
-        net = model.Llama(cfg.model)
+        net = model.Llama(cfg.model, joined)
         model.init_weights(net, 0)
         parallelize(net, mesh, p)
         params = net.trainable_params()
@@ -134,10 +134,11 @@ def test_help_is_told_and_what_is_wrong_is_refused(capsys):
         memory.run(["--train.stesp", "3"])
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("parallel", MESHES, ids=str)
-def test_what_blocks_save_is_the_count(parallel, monkeypatch):
+def test_what_blocks_save_is_the_count(parallel, joined, monkeypatch):
     cfg = small(parallel)
-    blocks, rest, parameters = counted(cfg, monkeypatch)
+    blocks, rest, parameters = counted(cfg, joined, monkeypatch)
     assert parameters == memory.Sizes(cfg).parameters(*memory.shares(cfg))
     assert blocks == cfg.model.n_layers * memory.saved_by_block(cfg, 4)
     tokens, vocab = memory.Sizes(cfg).tokens, memory.Sizes(cfg)._cut(cfg.model.vocab_size)

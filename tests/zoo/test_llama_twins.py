@@ -130,11 +130,12 @@ def sorted_by_numpy(x, *, dim, descending, stable):
     return Tensor(np.take_along_axis(x.asnumpy(), order, 1)), Tensor(order)
 
 
-@pytest.mark.parametrize("cfg, dtype", [(CFG, "float32"), (CFG, "bfloat16"), (OTHER, "float32"),
-                                        (replace(CFG, qk_norm=True, qk_norm_over="all"), "float32"), (LATENT, "float32")],
-                         ids=["float32", "bfloat16", "biases, norms and a window", "one norm of all",
-                              "latent attention"])
-def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, mesh, monkeypatch):
+@pytest.mark.parametrize("cfg, dtype, joined", [
+    (CFG, "float32", False), (CFG, "bfloat16", False), (OTHER, "float32", False), (CFG, "float32", True),
+    (OTHER, "float32", True), (replace(CFG, qk_norm=True, qk_norm_over="all"), "float32", False), (LATENT, "float32", True)],
+    ids=["float32", "bfloat16", "biases, norms and a window", "joined", "joined, biases, norms and a window",
+         "one norm of all", "latent attention"])
+def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, joined, mesh, monkeypatch):
     """Logits, loss and every gradient of the device's branch against the CPU's."""
     monkeypatch.setattr(router.mint, "sort", sorted_by_numpy)  # a CPU has no kernel for a stable one
     ids = np.random.default_rng(0).integers(0, 37, (2, T + 1)).astype(np.int32)
@@ -142,7 +143,7 @@ def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, mesh, monkey
     policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if dtype == "bfloat16" else None
 
     def run():
-        net = model.Llama(cfg)
+        net = model.Llama(cfg, joined)
         model.init_weights(net, 3, std=0.3)
         parallelize(net, mesh, ParallelConfig(loss_parallel=False), policy)
 
