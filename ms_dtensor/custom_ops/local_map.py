@@ -19,7 +19,7 @@ from .. import comm
 from ..comm.pretended import executing
 from ..core.layout import Layout, known_layout, said_of
 from ..core.mesh import DeviceMesh, coordinates
-from ..core.placements import Placement
+from ..core.placements import FusedShard, Placement
 from ..core.tree import leaves, map_leaves
 from ..debug.types.check import checked_run
 from ..debug.types.moves import mesh_inside
@@ -444,7 +444,7 @@ def _expanded(entry, mesh) -> tuple[Placement, ...]:
     """The placement per axis of any accepted form; shapes do not matter here."""
     ndim = len(entry) if isinstance(entry, tuple | list) and not all(isinstance(p, Placement) for p in entry) else \
         1 + max((abs(p.dim) for p in _placements_of(entry) if p.is_shard()), default=0)
-    rows = {p.dim: sum(p.parts) for p in _placements_of(entry) if p.parts}
+    rows = {p.dim % ndim: sum(p.parts) for p in _placements_of(entry) if isinstance(p, FusedShard)}
     return Layout(mesh, entry, tuple(rows.get(d, prod(mesh.shape)) for d in range(ndim))).placements
 
 
