@@ -254,5 +254,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
                  for name, n in own.items()]
         value = np.concatenate(drawn) if len(drawn) > 1 else drawn[0]
         if isinstance(param, DTensor):
-            value = param.layout.assemble(lambda box, value=value: value[tuple(slice(*extent) for extent in box)])
+            for dim, runs in enumerate(param.layout.pieces()):
+                held = [value[(slice(None),) * dim + (slice(*run),)] for run in runs]
+                value = np.concatenate(held, dim) if len(held) > 1 else held[0]
         param.set_data(Tensor(np.ascontiguousarray(value)))

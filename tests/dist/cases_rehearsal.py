@@ -186,7 +186,8 @@ def the_llama_trains_as_on_the_cpu(world):
     for dp, tp in sampled(((2, 2), (1, 4)), 2):
         cfg = Config(ModelConfig(dim=64, n_layers=len(sampled((1, 2), 2)), n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64),
                      parallel=ParallelConfig(dp=dp, tp=tp, sequence_parallel=True), optim=OptimConfig(warmup=1),
-                     train=TrainConfig(steps=4, batch=4, seq=8, dtype="bfloat16", micro_batches=3 - dp, recompute=tp == 2))
+                     train=TrainConfig(steps=4, batch=4, seq=8, dtype="bfloat16", micro_batches=3 - dp, recompute=tp == 2,
+                                       qkv_concat=False))
 
         def run(kind, cfg=cfg, dp=dp, tp=tp):
             mesh = init_device_mesh(kind, (dp, tp), mesh_dim_names=("dp", "tp"))
