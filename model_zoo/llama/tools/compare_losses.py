@@ -91,7 +91,7 @@ class Case:
                                   pp_stages_per_rank=1 + (self.schedule == "interleaved"))
         return replace(cfg, parallel=parallel, model=replace(cfg.model, vocab_size=self.vocab, tied_head=self.tied),
                        data=replace(cfg.data, max_bytes=300_000),
-                       train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches,
+                       train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches, qkv_concat=False,
                                      recompute=self.recompute, dtype="bfloat16" if self.bfloat16 else "float32"))
 
 
