@@ -172,6 +172,30 @@ def a_recording_whose_backward_never_comes(world):
 
 
 @case(2)
+def what_is_trained_changes_in_flight(world):
+    """A forward of which less is trained runs between another and its backward."""
+    mesh, faults = data_mesh(world), []
+    for way, wrap in WAYS.items():
+        def steps(wrap=wrap):
+            plain, net = filled(Net()), filled(Net())
+            wrap(net, mesh, net.blocks)
+            params, theirs = plain.trainable_params(), net.trainable_params()
+            wanted = ms.grad(lambda x: (plain(x) * Tensor(COTANGENTS[0])).sum(), None, params)(Tensor(INPUTS[0]))
+            first = Recording.of(net, rows_of(mesh, INPUTS[0]))
+            for p in theirs[:3]:
+                p.requires_grad = False
+            Recording.of(net, rows_of(mesh, INPUTS[1])).drop()
+            for p in theirs[:3]:
+                p.requires_grad = True
+            _, grads = first.backward(cotangent_of(first, COTANGENTS[0]), theirs)
+            for p, g, w in zip(theirs, grads, wanted, strict=True):
+                equal(g, w, p.name)
+            alike(net, plain, mesh, what="a step after it")
+        collected(faults, way, steps)
+    none_of(faults)
+
+
+@case(2)
 def alternating_forwards_and_backwards(world):
     """1F1B: the next forward runs while older ones wait for their backward."""
     mesh, faults = data_mesh(world), []

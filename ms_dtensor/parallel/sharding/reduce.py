@@ -196,14 +196,17 @@ class Reduction:
                 filled.append(last[kind])
             last[kind].append(p)
             size[kind] += need
+        for members in filled:
+            self._add_bucket(members)
+
+    def _add_bucket(self, members: list) -> None:
+        unit, first = self.unit, members[0]
         dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
-        for n, members in enumerate(filled):
-            first = members[0]
-            group = first.device_mesh.get_group(unit.partial_on[id(first)]) if unit.local else unit.mesh.get_group()
-            bucket = Bucket(f"{unit.label} bucket {n}", members, group,
-                            None if dtype in (None, members[0].dtype) else dtype)
-            self.buckets.append(bucket)
-            self._places |= {id(p): (bucket, i) for i, p in enumerate(members)}
+        group = first.device_mesh.get_group(unit.partial_on[id(first)]) if unit.local else unit.mesh.get_group()
+        bucket = Bucket(f"{unit.label} bucket {len(self.buckets)}", members, group,
+                        None if dtype in (None, first.dtype) else dtype)
+        self.buckets.append(bucket)
+        self._places |= {id(p): (bucket, i) for i, p in enumerate(members)}
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
@@ -287,8 +290,10 @@ class Reduction:
         """This rank's summand of the gradient of a kept parameter has arrived."""
         self.check()
         param = self.params[key]
-        if key not in self._places or not asked_for(param):
+        if not asked_for(param):
             return grad
+        if key not in self._places:  # trained when its forward ran, and not when the last one did
+            self._add_bucket([param])
         bucket, number = self._places[key]
         with NoFallbackGuard():
             grad = self._with_owed(key, grad, bucket.dtype)
