@@ -29,6 +29,7 @@ FRESH = 6.0  # seconds for which a way to a machine counts when a round is made;
 BEAT = 0.5
 SIZE = 1 << 13  # bytes of a machine's file, at least: written at once and in place, so that a network's file system shows it
 WORDS = 2000  # characters of a reason
+AT_WORK = "another run is at work in the folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Meeting:
         threading.Thread(target=self._answer, name="meeting-answers", daemon=True).start()
         self._file = os.open(self.folder / f"{self.name}.sign", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o644)
         self._beat()
+        self._look()
         threading.Thread(target=self._go_on, name="meeting-signs", daemon=True).start()
 
     # -- what goes on beside ---------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Meeting:
 
         Raises:
             CommError: too few machines came in time.
-            ConfigError: another command is at work in the folder.
+            ConfigError: a run of another command is at work in the folder, or wants to start there, too.
         """
         since = changed = time.monotonic()
         before: tuple[str, ...] = ()
@@ -185,8 +187,10 @@ class Meeting:
                     return number, Nodes()
                 return number, Nodes(len(members), [m["name"] for m in members].index(self.name), first["address"],
                                      first["port"])
-            self.say("wants", number + 1)
             now, running = time.monotonic(), self._running(number, members)
+            if any(m.get("command", self.command) != self.command for m in members) and running:
+                raise self._another(members[0]["name"], AT_WORK)
+            self.say("wants", number + 1)
             if running:
                 since = changed = now  # a machine that comes back waits for the next start
             elif self._has_ended(number, members):
@@ -195,7 +199,7 @@ class Meeting:
             if here != before:
                 before, changed = here, now
             fits = [n for n in self.counts if n <= len(here)]
-            if fits and here[0] == self.name and not running and (
+            if fits and here[0] == self.name and not running and self._knows_all() and (
                     fits[-1] == self.counts[-1] or now - changed > self.patience / 10):
                 self._write(number + 1, here[:fits[-1]])
                 continue
@@ -261,17 +265,22 @@ class Meeting:
         names = {m["name"] for m in members}
         with self._lock:
             return any(n in names and o.alive and o.sign.round == number and o.sign.state == "done"
-                       for n, o in self._others.items())
+                       and o.sign.command == self.command for n, o in self._others.items())
+
+    def _knows_all(self) -> bool:
+        """Whether each file of the folder has been watched for long enough to tell that nobody lives behind it."""
+        now = time.monotonic()
+        with self._lock:
+            return all(o.alive or now - o.since > 4 * BEAT for o in self._others.values())
 
     def _who_would_start(self, number: int) -> tuple[str, ...]:
         """The most machines of those who want to start that all reach each other; of as many those who came first."""
         wants = {n: s for n, s in self._living().items() if s.state == "wants" and s.round == number}
-        for sign in wants.values():
-            if sign.command != self.command:
-                raise ConfigError("For 'launch.py', machines were started with different commands.",
-                                  f"{self.name} and {sign.name}, in {self.folder}",
-                                  "All take the same options and configuration, with the same code.",
-                                  ["the same command on each", "another --train.log_dir for another run"])
+        others = [n for n, s in wants.items() if s.command != self.command]
+        if others and not self._of_its_run(number - 1):  # of the run that was here, it goes on: who came to it is refused
+            theirs = any(m.get("command") == wants[others[0]].command for m in self._latest(number - 1)[1])
+            raise self._another(others[0], AT_WORK if theirs else "machines were started with different commands")
+        wants = {n: s for n, s in wants.items() if n not in others}
         with self._lock:
             wants[self.name] = self._sign
         best: list[str] = []
@@ -283,10 +292,20 @@ class Meeting:
             best = found if len(found) > len(best) else best
         return tuple(best)
 
+    def _of_its_run(self, number: int) -> bool:
+        """Whether this machine's run has made the latest round, and so has the folder."""
+        return any(m.get("command") == self.command for m in self._latest(number)[1]) and (
+            self._done == number or any(o.sign.command == self.command for o in self._others.values() if o.alive))
+
+    def _another(self, name: str, what: str) -> ConfigError:
+        return ConfigError(f"For 'launch.py', {what}.", f"{self.name} and {name}, in {self.folder}",
+                           "A folder is of one run: all its machines take the same options and configuration, and code.",
+                           ["the same command on each", "another --train.log_dir for another run"])
+
     def _write(self, number: int, names: Sequence[str]) -> None:
         signs = {**self._living(), self.name: self._sign}
         port = free_port()
-        members = [{"name": n, "address": signs[n].address, "port": port} for n in names]
+        members = [{"name": n, "address": signs[n].address, "port": port, "command": self.command} for n in names]
         own, path = self.folder / f"{self.name}.round", self.folder / f"round-{number:08d}.json"
         with open(own, "wb", opener=own_file) as file:
             file.write(json.dumps(members).encode())

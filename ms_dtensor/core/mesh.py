@@ -11,6 +11,7 @@ import contextvars
 import difflib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -275,8 +276,14 @@ class DeviceMesh:
             >>> line.unflatten("world", (2, 4), ("dp", "tp")), line.unflatten(0, (4, 2), ("edp", "ep"))["ep"].rank_list
             (DeviceMesh(cpu, dp=2, tp=4), (0, 1))
         """
-        at, sizes, names = self.axis_index(axis), tuple(sizes), (names,) if isinstance(names, str) else tuple(names)
+        at, names = self.axis_index(axis), (names,) if isinstance(names, str) else tuple(names)
         old = self.mesh_dim_names[at]
+        try:
+            sizes = tuple(map(operator.index, sizes))
+        except TypeError:
+            raise MeshError(f"For 'unflatten', 'sizes' must be a tuple of integers, but got {sizes!r}.",
+                            f"mesh({self.describe()}), axis {old!r}", "A part of an axis has a whole number of ranks.",
+                            "dp // 2 in place of dp / 2") from None
         what = f"For 'unflatten', axis {old!r} cannot become {dict(zip(names, sizes, strict=False))}."
         if len(sizes) != len(names) or min(sizes, default=0) < 1 or math.prod(sizes) != self.shape[at]:
             raise MeshError(what, f"mesh({self.describe()}), sizes {sizes}, names {names}",

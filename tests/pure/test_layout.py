@@ -129,6 +129,9 @@ def test_one_axis_may_be_split_in_several_ways():
     assert made.unflatten("tp", (2, 2), ("a", "b")).describe() == "pp=2, dp=3, a=2, b=2"
     assert made["dp", "tp"].unflatten(1, (2, 2), ("a", "b")) == made.unflatten("tp", (2, 2), ("a", "b"))["dp", "a", "b"]
     for call, said in ((lambda: line.unflatten(0, (5, 5), ("a", "b")), "product is 24"),
+                       (lambda: line.unflatten(0, (24 / 2, 2), ("a", "b")), r"tuple of integers, but got \(12.0, 2\)"),
+                       (lambda: line.unflatten(0, ("12", 2), ("a", "b")), "tuple of integers"),
+                       (lambda: line.unflatten(0, 24, ("a",)), "tuple of integers, but got 24"),
                        (lambda: line.unflatten(0, (24,), ()), "one name for each size"),
                        (lambda: line.unflatten(0, (-2, -12), ("a", "b")), "product is 24"),
                        (lambda: made.unflatten("tp", (2, 2), ("dp", "b")), "different names"),

@@ -171,6 +171,35 @@ def test_too_few_and_unlike_commands_are_refused(machines):
     assert all(isinstance(e, ConfigError) and "started with different commands" in str(e) for e in errors)
 
 
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(machines):
+    """It waited for the end of the first, then said that its own was done; or it ended the first as that started again."""
+    m = machines("ab", counts=(1, 2), command="first")
+    assert [nodes.count for _, nodes in m.meet("ab").values()] == [2, 2]
+    m.come("c", command="first")  # stands by: the run can be of two
+    waits: dict = {}
+    thread = threading.Thread(target=lambda: waits.update(m.meet("c")))
+    thread.start()
+    m.come("x", command="second")
+    error = m.meet("x")["x"]
+    assert isinstance(error, ConfigError)
+    assert re.search("another run is at work in the folder.\n  on:   x and [abc], in ", str(error))
+    m.come("y", command="second")  # comes as the first run starts again
+    for name in "ab":
+        m[name].say("failed", 1)
+    m["y"].say("wants", 2)
+    assert soon(lambda: all("y" in m[name]._living() for name in "abc"))
+    told = m.meet("ab")
+    assert [nodes.count for _, nodes in told.values()] == [2, 2] and not waits, told
+    m["a"].leave("done")
+    m["b"].leave("done")
+    thread.join(10)
+    assert waits == {"c": None}
+    for name in "cxy":
+        m[name].leave("left")
+    m.come("z", command="second")  # the folder is free: what ended there is not this run's end
+    assert m.meet("z")["z"][0] == 3
+
+
 def test_more_machines_than_a_run_can_be_of_stand_by_and_leave_when_it_is_done(machines):
     m = machines("abc", counts=(1, 2))
     waits: dict = {}
