@@ -58,6 +58,27 @@ def test_backwards_come_in_any_order(order, distributed):
     assert len(seen) == 3, "a hook runs once a backward"
 
 
+@pytest.mark.parametrize("units", [md.distribute_module, md.replicate, md.fully_shard])
+def test_a_hook_that_raised_can_be_removed(units):
+    """Plain MindSpore does not find a parameter's hook any more once one has raised: it stays for ever."""
+    net, x, mesh = Net(), drawn(2, 4), md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    want = ms.grad(lambda x: net(x).sum(), None, [net.w])(x)[0]
+    net = units(net, mesh) if units is md.distribute_module else units(net, mesh=mesh)
+    x = md.distribute_tensor(x, mesh, [md.Shard(0)])
+
+    def raising(grad):
+        raise ValueError("of the hook")
+    kept, handle = net.w.register_hook(lambda g: g * 2), net.w.register_hook(raising)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the hook"):
+            ms.grad(lambda x: net(x).sum(), None, [net.w])(x)
+    handle.remove()
+    handle.remove()
+    same(ms.grad(lambda x: net(x).sum(), None, [net.w])(x)[0], want * 2)
+    kept.remove()
+    same(ms.grad(lambda x: net(x).sum(), None, [net.w])(x)[0], want)
+
+
 def test_what_is_given_stays_as_it_is():
     """An identity gives the cotangent itself; and no gradient flows to where an input came from."""
     mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))

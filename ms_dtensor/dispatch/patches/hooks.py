@@ -66,18 +66,32 @@ def register_hook(self, hook):
     layout, ref = summed_gradient(self._layout), weakref.ref(self)
 
     def on_local(grad):
-        x = ref()
+        x, hook = ref(), getattr(on_local, _GIVEN)
+        if hook is None:
+            return grad
         memo = None if x is None else x._memo
         later = memo is not None and (memo.partial_grad_axes or memo.late_gradient)  # when it has been reduced
         return grad if later else _local(hook(wrap(grad, layout)), grad, layout)
     setattr(on_local, _GIVEN, hook)
-    return Tensor.register_hook(self, on_local)
+    handle = Tensor.register_hook(self, on_local)
+    handle.__class__, handle.on_local = _Handle, on_local
+    return handle
+
+
+class _Handle(TensorHookHandle):
+    """A handle whose hook is gone when it is removed, also after one has raised: MindSpore finds none by its number then."""
+
+    on_local: Any
+
+    def remove(self) -> None:
+        setattr(self.on_local, _GIVEN, None)
+        super().remove()
 
 
 def given_hooks(param) -> list:
     """The hooks that users registered on a parameter."""
     hooks = param.hooks()
-    return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
+    return [h for h in (getattr(h, _GIVEN, None) for h in hooks) if h is not None] if hasattr(param, "_layout") else hooks
 
 
 def run_hooks(param, grad: Tensor) -> None:
