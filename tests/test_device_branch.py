@@ -203,7 +203,11 @@ class Nine(nn.Cell):
 
 @pytest.mark.parametrize("odd", [0, 3])
 def test_packing_asks_for_as_many_kernels_however_many_ranks_there_are(odd):
-    """A strided copy takes a parameter out of what was gathered; where its last shard is shorter, one more."""
+    """Two a parameter at most, whatever they are for: `scripts/bench/fsdp_kernels.py` counts those of autograd, too.
+
+    Strided copies take parameters out of what was gathered, those of equal pieces together; where the last shard is shorter,
+    each by itself, and one more.
+    """
     seen, policy = {}, md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)
     for ranks in (8, 64, 128):
         with comm.fake_world(ranks, 1), rehearsed(clock=False) as device:
@@ -217,10 +221,11 @@ def test_packing_asks_for_as_many_kernels_however_many_ranks_there_are(odd):
             device.counts.clear()
             step(x)
             seen[ranks] = device.counts["kernels"]
-    gathering = 2 + 9  # this rank's shards joined and cast, and the copies; in the forward and in the backward
-    reducing = 9 + 1 + 9  # gradients cast to what is summed, and joined; a shard of each in memory of its own
+    gathering = 2 + (4 if not odd else 2 * 7 + 1)  # shards joined and cast, and the copies; forward and backward
+    reducing = (2 if not odd else 2 * 7) + 2  # large gradients, and odd ones, are cast to where they go; others joined first
+    assert 2 * gathering + reducing <= 2 * 9 or odd
     most = 2 * gathering + reducing
-    assert set(seen.values()) == {most} if not odd else max(seen.values()) < 2 * most, seen
+    assert set(seen.values()) == {most} if not odd else max(seen.values()) <= most, seen
 
 
 @pytest.mark.parametrize("reduce_dtype, moved", [(ms.float32, "Float32"), (None, "BFloat16")])

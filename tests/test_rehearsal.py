@@ -54,6 +54,20 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
     assert data_parallel["overlapped"] >= 0.9, data_parallel
 
 
+@pytest.mark.timeout(600)
+def test_fully_shard_asks_for_two_kernels_a_parameter_at_most_on_any_number_of_ranks():
+    """All that run are counted, those of autograd too, as MindSpore's profiler sees them."""
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench/fsdp_kernels.py"], capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr
+    for name, steps in json.loads(done.stdout[done.stdout.index('{\n "parameters"'):])["steps"].items():
+        assert [step["ranks"] for step in steps] == [8, 64, 128]
+        assert all(step["kernels"] == steps[0]["kernels"] for step in steps), (name, steps)
+        assert 0 < steps[0]["per_parameter"] <= 2, (name, steps)
+        for step in steps:
+            assert step["collectives"] == {"all_gather backward": 1, "all_gather forward": 1, "reduce_scatter backward": 1}
+
+
 @pytest.mark.timeout(300)
 def test_most_of_the_8b_configurations_tensor_parallel_communication_is_hidden():
     done = subprocess.run([sys.executable, ROOT / "scripts/bench/overlap.py", "--pieces", "4", "--config",

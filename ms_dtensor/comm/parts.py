@@ -58,6 +58,23 @@ class Parts:
             member, at = member + count, at + count * size
         return out
 
+    def stretches(self, i: int) -> int | None:
+        """As how many stretches a member's piece lies in tensor `i`, where all members have as much of it; else None."""
+        if min(self._sizes[i]) != max(self._sizes[i]) or not math.prod(self.shapes[i]):
+            return None
+        return math.prod(self.shapes[i][:self.dims[i]])
+
+    def alike(self) -> list[list[int]]:
+        """Tensors whose pieces lie alike, as wide and in as many stretches, together; the widest first.
+
+        Side by side, one strided copy moves them all.
+        """
+        kinds = dict[tuple, list[int]]()
+        for i, width in enumerate(self.widths):
+            n = self.stretches(i)
+            kinds.setdefault((width, n) if n is not None else (width, None, i), []).append(i)
+        return sorted(kinds.values(), key=lambda some: -self.widths[some[0]])
+
     def index(self, i: int, member: int) -> Index:
         """What takes a member's piece out of tensor `i`."""
         return self._index[i][member]

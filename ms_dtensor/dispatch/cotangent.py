@@ -81,4 +81,5 @@ def as_copy(data, param, reduce_dtype, cotangent: Layout):
     layout, cotangent, wanted = (
         Layout(at.mesh, at.placements, at.shape, str(reduce_dtype).lower(), at.order)
         for at in (param._layout, cotangent, grad_layout(param)))
-    return redistribute_local(param, layout, layout, cotangent, wanted, data=data, through=reduce_dtype)
+    return redistribute_local(param, layout, layout, cotangent, wanted, data=data, through=reduce_dtype,
+                              takes=None if param._memo is None else param._memo.takes)

@@ -17,6 +17,7 @@ class Memo:
     source: tuple | None = None  # of the result of a recorded move: (what was moved, its layout, that of its gradient)
     view_of: tuple | None = None  # of a recorded view: (what it is a view of, the plan that made it, the call's arguments)
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
+    takes: Any = None  # of what stands for a parameter: is given summands of its gradient, and says what goes to autograd
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)

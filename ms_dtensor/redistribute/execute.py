@@ -189,6 +189,7 @@ class Conversion:
     fresh: Callable
     winners: Tensor | int | None
     through: Any = None
+    takes: Callable[[Tensor], Tensor | None] | None = None
 
 
 class Redistribute(Function):
@@ -200,6 +201,7 @@ class Redistribute(Function):
         ctx.move = src, dst, what.cotangent, what.wanted, what.context
         if what.through is not None:
             ctx.dtypes = what.through, x.dtype
+            ctx.takes = what.takes
         if what.data is not None:
             return x if what.data is x and math.prod(x._shape) < _LARGE else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
@@ -220,7 +222,10 @@ class Redistribute(Function):
         extremum = getattr(ctx, "extremum", None)
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
         through, back = getattr(ctx, "dtypes", (None, None))
+        takes = getattr(ctx, "takes", None) if cotangent is wanted and not recording() else None
         with NoFallbackGuard():
+            if takes is not None and (taken := takes(grad)) is not None:
+                return taken, None
             grad = grad if through is None else cast(grad, through)
             if cotangent is not wanted or recording():
                 grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
@@ -325,7 +330,7 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
 
 
 def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
-                       winners=None, through=None):
+                       winners=None, through=None, takes=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -340,6 +345,8 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
             it each rank holds one candidate.
         through: the dtype in which the gradient is moved, where `data` is a copy of `x` in another dtype.
+        takes: of such a copy, is given a gradient that need not be moved, as it comes; gives what autograd has instead,
+            or None if it does not take it.
     """
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
@@ -351,7 +358,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         if dry is not None and recording() and x._requires_grad:
             x = dry.forked(x)
         return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners,
-                                                through))
+                                                through, takes))
 
 
 def recorded_gradient(grad, layout: Layout):

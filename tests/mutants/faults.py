@@ -14,6 +14,7 @@ ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.
 EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+SUMS = "tests/sharding/cases_sums.py"
 ROOMS, IN_ROOMS = "ms_dtensor/parallel/sharding/rooms.py", "tests/sharding/cases_rooms.py"
 RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/cases_grid.py"
 OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts", "tests/experts"
@@ -83,6 +84,17 @@ FAULTS = [
           wrapped("MixedPrecisionPolicy", "__post_init__", "object.__setattr__(self, 'reduce_dtype', None); real(self)")),
     Fault("nothing is gathered ahead", "ms_dtensor/comm/group.py", f"{BRANCH} -k next_unit", "",
           wrapped("Group", "all_gather", "work = real(self, *args, **kwargs); isinstance(work, Work) and work.wait(); return work")),
+    # -- what a device packs together, and where it has its gradients ----------------------------------------------------------
+    Fault("what autograd has added to a blank is lost", "ms_dtensor/parallel/sharding/reduce.py", f"{SUMS} -k packed_together",
+          "if len(sums) == 1 and is_blank(grad) else None", "if len(sums) == 1 else None"),
+    Fault("gradients are copied one by one", "ms_dtensor/parallel/sharding/reduce.py", f"{BRANCH} -k packing",
+          "if len(sums) == 1 and is_blank(grad) else None", "if not sums else None"),
+    Fault("a second use of a parameter is forgotten", "ms_dtensor/parallel/sharding/call.py", f"{SUMS} -k packed_together",
+          "        if (self, key) in unit.reduction.taken:", "        if False:"),
+    Fault("a piece of columns is taken for one of rows", "ms_dtensor/comm/parts.py", f"{SUMS} -k packed_together",
+          "        return math.prod(self.shapes[i][:self.dims[i]])", "        return 1"),
+    Fault("alike parameters are unpacked one by one", "ms_dtensor/comm/parts.py", f"{BRANCH} -k packing",
+          "(width, n) if n is not None else (width, None, i)", "(width, n, i)"),
     # -- and more ------------------------------------------------------------------------------------------------------------
     Fault("a share of a mean is over the world", DEVICE, f"{BRANCH} -k mean_is_over", "            wire = self.ops.scaled(wire, 1 / n)\n",
           "            wire = self.ops.scaled(wire, 1 / self.size)\n"),

@@ -53,7 +53,7 @@ PUSH_FAULTS = [
           "return tuple(ctx.debt.take()) or grads, None", "return tuple(grads), None"),
     Fault("micro-batches that do not synchronise are forgotten", f"{SHARDING}/reduce.py",
           "tests/sharding/cases_micro_batches.py",
-          "        if not self.sync or not (self._owed or self._owed_shards):", "        if self.sync or not self._owed:"),
+          "        if not self.sync or not (self._owed or self.owed_shards):", "        if self.sync or not self._owed:"),
     Fault("units chosen for recompute are every one", "ms_dtensor/parallel/recompute.py",
           "tests/test_selective.py tests/test_recompute.py",
           "chosen = blocks[::int(every[1])]", "chosen = blocks[::1]"),

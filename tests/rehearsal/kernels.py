@@ -75,6 +75,7 @@ def _written(original, name, device):
         device.touched(name, [self, *(a for a in args if isinstance(a, Tensor))], True)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
+            device.counts["written"] += 1
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):
                 launched(device, self)
         else:

@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from ...internals.names import Function, recording
+from ...internals.target import on_cpu
 from ...redistribute.execute import among_zeros
 from .dtypes import as_dtype, full, rounded, wider
 from .run import zeros_of
@@ -128,10 +129,15 @@ def clone(input):
     return input * 1
 
 
+def masked_fill(x, mask, value):
+    """A number where the mask holds. Made where the tensor is: MindSpore copies it there from the host at every call."""
+    return Tensor.masked_fill(x, mask, value) if on_cpu() else ops.masked_fill(x, mask, full((), value, x.dtype))
+
+
 TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard, "softmax_of_one": softmax_of_one,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
-    "added_once": added_once, "joined_once": joined_once,
+    "masked_fill": masked_fill, "added_once": added_once, "joined_once": joined_once,
     "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset
 }

@@ -118,6 +118,9 @@ def masked_fill(call: Call) -> OpSpec:
     """`input` where `mask` is false, else `value`; the result has `input`'s shape broadcast with the mask's."""
     spec = pointwise(call)
     value = call.args.get("value")
-    if isinstance(value, int | float) and value == 0:
-        return OpSpec(spec.shapes, (*spec.cases, *partial_cases(call, (("input",),))))
-    return spec
+    if not isinstance(value, int | float):
+        return spec
+    linear = partial_cases(call, (("input",),)) if value == 0 else ()
+    x, mask = call.args["input"], call.args["mask"]
+    return replace(spec, cases=(*spec.cases, *linear), local=lambda at: LocalCall("masked_fill", (x, mask, value)),
+                   any_rows=True)

@@ -3,18 +3,19 @@
 
 When that happens is the unit's to say (`unit.py`). On a host the group writes into the memory of large blocks, and reads
 gradients where they lie. Else pieces are packed: each rank's are a row, in which every rank has a parameter's at the same
-place, so that one strided copy takes a parameter out of the gathered rows, and one kernel makes the rows of all gradients,
-however many ranks there are (one copy more of a parameter that they do not divide).
+place, so that one strided copy takes a parameter out of the gathered rows, however many ranks there are (one copy more of a
+parameter that they do not divide). Parameters whose pieces are equally large lie side by side, and are taken out together.
 
 Where the memory is and how it comes and goes say `memory.py`, of hosts, and `rooms.py`, of devices.
 """
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -30,14 +31,16 @@ from ...internals.target import on_cpu
 from ...redistribute.boxes import sizes_along
 from .memory import AbstractMemory, HostMemory, Memory
 from .rooms import Room, RoomMemory
+from .sums import blank
 
+_LARGE = 8  # more than one in so many of a row's elements: a large column
 
 class Block:
     """Parameters of one dtype of a unit.
 
     Args:
         of: whose they are, as messages and the comparison of calls between ranks say it.
-        params: cut DTensor Parameters.
+        params: cut DTensor Parameters; the block's are in an order of its own.
         whole: their layouts while gathered.
         dtype: MindSpore's dtype in which they are gathered and computed with.
         group: the ranks that a parameter is cut over.
@@ -49,11 +52,14 @@ class Block:
 
     def __init__(self, of: str, params: list, whole: list[Layout], dtype, group, axes: tuple[int, ...], reduce_dtype, near,
                  leaves: Callable[[], None]):
-        self.of, self.params, self.whole, self.dtype, self._leaves = of, params, whole, dtype, leaves
+        self.of, self.dtype, self._leaves = of, dtype, leaves
         self.group, self.reduce_dtype, self.near = group, reduce_dtype, near
-        self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
+        shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
-        self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
+        each = [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)]
+        order = list(itertools.chain(*Parts(shapes, dims, each).alike()))
+        self.params, self.whole, self.shapes = ([xs[i] for i in order] for xs in (params, whole, shapes))
+        self.parts = Parts(self.shapes, [dims[i] for i in order], [each[i] for i in order])
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
@@ -69,7 +75,7 @@ class Block:
         a gradient as its tensor has it, a stand-in of that dtype, in the memory of one number."""
         if self.reduce_dtype is None:
             return self.tensor(i)
-        return ms.ops.zeros((1,) * len(self.shapes[i]), self.reduce_dtype).expand(self.shapes[i])
+        return blank(self.shapes[i], self.reduce_dtype)
 
     def straight(self) -> bool:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
@@ -100,20 +106,37 @@ class Block:
                 for r, count, at, size in self.parts.runs(i, first, stop)]
 
     def _packed(self, pieces: dict[int, list[tuple[int, Any]]], count: int, dtype) -> Tensor:
-        """So many rows, flat, in memory of their own, from what `_pieces` gives for parameters; rows count from 0."""
-        columns, ops = [], self._ops
-        for i, runs in pieces.items():
-            shape = count, self.parts.widths[i]
-            if len(runs) == 1 and math.prod(runs[0][1].shape) == math.prod(shape):
-                columns.append(ops.shaped(runs[0][1], shape))
-                continue
-            columns.append(ops.empty(shape, dtype))
-            for r, x in runs:
-                ops.write(self._places(columns[-1], r, x.shape), x)
-        if len({x.dtype for x in columns}) > 1:
-            columns = [ops.cast(x, dtype) for x in columns]
-        out = ops.join(columns, 1) if columns[1:] else ops.copy(columns[0])
-        return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
+        """So many rows, flat, in memory of their own, from what `_pieces` gives for parameters; rows count from 0.
+
+        Columns that lie in order are joined, which is one kernel, and cast together, which is another. Of several rows large
+        ones are written where they go by themselves: to join them first would move most of the bytes once more.
+        """
+        ops, kind = self._ops, numpy_dtype(dtype) if self._ops is ArrayOps else dtype
+        total, at = sum(self.parts.widths[i] for i in pieces), 0
+        runs: list[tuple[int, list, list]] = []  # where each begins; columns to be joined, or else pieces to be written
+        for i, found in pieces.items():
+            width, column = self.parts.widths[i], None
+            if len(found) == 1 and math.prod(found[0][1].shape) == count * width and ops.lies_as_it_is(found[0][1]):
+                column = ops.shaped(found[0][1], (count, width))
+            if column is None or count > 1 and column.dtype != kind and width * _LARGE > total:
+                runs.append((at, [], found))
+            elif runs and runs[-1][1] and runs[-1][1][0].dtype == column.dtype:
+                runs[-1][1].append(column)
+            else:
+                runs.append((at, [column], []))
+            at += width
+        if len(runs) == 1 and runs[0][1]:
+            columns = runs[0][1]
+            out = ops.join(columns, 1) if columns[1:] or columns[0].dtype != kind else ops.copy(columns[0])
+            return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
+        out = ops.empty((count, total), dtype)
+        for (at, columns, found), (stop, *_) in zip(runs, [*runs[1:], (total,)]):
+            place = ops.take(out, 1, at, stop)
+            if columns:
+                ops.write(place, ops.join(columns, 1))
+            for r, x in found:
+                ops.write(self._places(place, r, x.shape), x)
+        return ops.tensor(ops.shaped(out, (-1,)))
 
     def _places(self, rows: Any, first: int, shape: Sequence[int]) -> Any:
         """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
@@ -130,6 +153,7 @@ class Block:
             The work, which has this rank's pieces, flat; and by number how many elements of that are a piece's place.
         """
         with NoFallbackGuard(), self.note("backward", "sharded gradients", when):
+            grads = dict(sorted(grads.items()))  # as they lie in a row: those that are joined are side by side
             kind, size, me = self.reduce_dtype or next(iter(grads.values())).dtype, self.group.size, self.group.rank_index
             if self.straight() and all(g.dtype == kind for g in grads.values()):
                 return Work(self.group.reduce_scatter_from(grads, self.parts)), {i: self.parts.count(i, me) for i in grads}
@@ -178,15 +202,31 @@ class Block:
                 memory.filled(gathered)
                 return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
-            for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), memory.lying(self._places_in_memory)):
-                for r, x in pieces:
-                    self._ops.write(x, self._places(column, r, x.shape))
+            for at, width, order, place in memory.lying(self._places_in_memory):
+                self._ops.write(place, order(self._ops.take(rows, 1, at, at + width)))
 
-    def _places_in_memory(self) -> list[list[tuple[int, Any]]]:
-        """Where pieces of parameters go: kept, as the host's calls for these views are what a device waits for."""
-        pieces = (self._pieces(i, self._memory().array(i), 0, self.group.size) for i in range(len(self.params)))
-        return [[(r, self._ops.shaped(x, (x.shape[0], -1)) if self._ops.lies_as_it_is(x) else x) for r, x in each]
-                for each in pieces]
+    def _places_in_memory(self) -> list[tuple[int, int, Callable[[Any], Any], Any]]:
+        """Which columns of gathered rows go where: the first, how many, what makes a view of them, and the place.
+
+        Kept, as the host's calls for these views are what a device waits for.
+        """
+        out, at, n, ops, memory = [], 0, self.group.size, self._ops, self._memory()
+        for some in self.parts.alike():
+            width, stretches = len(some) * self.parts.widths[some[0]], self.parts.stretches(some[0])
+            if stretches is not None:
+                lies = len(some), stretches, n, self.parts.widths[some[0]] // stretches
+                out.append((at, width, functools.partial(self._by_tensor, lies),
+                            ops.shaped(memory.joined(some[0], some[-1] + 1), lies)))
+            else:
+                for r, x in self._pieces(some[0], memory.array(some[0]), 0, n):
+                    out.append((at, width, functools.partial(self._places, first=r, shape=x.shape), x))
+            at += width
+        return out
+
+    def _by_tensor(self, lies: tuple[int, int, int, int], rows: Any) -> Any:
+        """Rows of tensors that lie alike: tensor, stretch, rank, elements."""
+        tensors, stretches, n, elements = lies
+        return self._ops.permute(self._ops.shaped(rows, (n, tensors, stretches, elements)), (1, 2, 0, 3))
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

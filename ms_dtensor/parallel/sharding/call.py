@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from mindspore import Tensor, nn, ops
 
-from ...comm.packing import copy, write
+from ...comm.packing import added, copy, write
 from ...core.tree import map_leaves
 from ...dispatch.cotangent import as_copy
 from ...dispatch.held import holding
@@ -34,6 +34,7 @@ from .block import Block
 from .reduce import in_order
 from .rooms import Room
 from .stand_in import lend, standing
+from .sums import blank, is_blank
 from .unit import State, Unit
 
 UNIT = "_ms_dtensor_unit"  # cell attribute: its `Unit`
@@ -191,7 +192,7 @@ class Call:
                     out[k] = local.gathered(self, p, of.get(k), held)
                 else:
                     out[k] = wrap(held, layout) if k not in of else _connected(
-                        of[k], held, layout, unit.partial_on[k], block.reduce_dtype, bool(self.holding))
+                        of[k], held, layout, unit.partial_on[k], block.reduce_dtype, bool(self.holding), self.takes(k))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
@@ -292,6 +293,25 @@ class Call:
         for other in ahead if ahead is not None else [self.before.unit] if self.before is not None else ():
             other.prefetch("backward")
 
+    def takes(self, key: int) -> Callable[[Tensor], Tensor | None] | None:
+        """On a device, what keeps a parameter's gradient as it comes, so that a block's are cast together; else None."""
+        return None if on_cpu() or self.holding is not None else functools.partial(self._take, key)
+
+    def _take(self, key: int, grad: Tensor) -> Tensor | None:
+        unit = self.unit
+        if (self, key) in unit.reduction.taken:  # a second use: the two are added up in the dtype of the reduction
+            return None
+        unit.reduction.taken[self, key] = grad
+        return blank(grad._shape, unit.place[key][0].reduce_dtype)
+
+    def summand(self, key: int, grad: Tensor) -> Tensor:
+        """A parameter's gradient: what autograd has, and what was kept."""
+        kept = self.unit.reduction.taken.pop((self, key), None)
+        if kept is None:
+            return grad
+        with NoFallbackGuard():
+            return kept if is_blank(grad) else added(grad, kept)
+
     def leave(self) -> None:
         """All gradients of parameters are there, or that of an input."""
         unit = self.unit
@@ -320,7 +340,7 @@ class Call:
         self.rooms, self.left = tuple(rooms), ()
 
 
-def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool):
+def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool, takes):
     """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
     if reduce_dtype is None and not gate:
         summand = layout.gradient(partial_on)
@@ -328,7 +348,7 @@ def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], 
         memo_of(out).source = node, layout, summand
         return out
     stand_in = wrap(node, layout)
-    memo_of(stand_in).partial_grad_axes = partial_on
+    memo_of(stand_in).partial_grad_axes, memo_of(stand_in).takes = partial_on, takes
     if reduce_dtype is None:  # a leaf, of which each use is converted by itself
         return stand_in
     out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
@@ -350,6 +370,7 @@ class Unshard(Function):
         call.unit.reduction.check()
         if call.holding is None:
             call.leave()
+        grads = [call.summand(id(block.params[i]), grad) for (block, i), grad in zip(ctx.places, grads)]
         return None, None, *call.unit.reduction.whole(ctx.places, grads, f"read: {in_order(call.read)}")
 
 

@@ -48,6 +48,10 @@ class Memory:
         """The same as what packing works on."""
         return self.tensor(i)
 
+    def joined(self, first: int, stop: int) -> Any:
+        """Tensors [first, stop), one behind another, as what packing works on."""
+        raise NotImplementedError
+
     def lying(self, make: Callable[[], Any]) -> Any:
         """What `make` gives of the memory; made once for each place where that is."""
         if self._lying is None:
@@ -86,6 +90,7 @@ class HostMemory(Memory):
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat: Any = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
         places = zip(self.shapes, self.starts)
+        self._kind = kind
         self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
 
     def tensor(self, i: int) -> Tensor:
@@ -93,6 +98,10 @@ class HostMemory(Memory):
 
     def array(self, i: int) -> np.ndarray:
         return self.arrays[i]
+
+    def joined(self, first: int, stop: int) -> np.ndarray:
+        at = self.starts[first]
+        return np.ndarray((self.starts[stop] - at,), self._kind, self._flat, at * self._kind.itemsize)
 
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies here."""

@@ -24,9 +24,7 @@ from mindspore import Tensor
 from ... import comm
 from ...comm.packing import ArrayOps, TensorOps, added, cast, copy, numpy_dtype, write
 from ...comm.pretended import executing
-from ...core.layout import Layout
 from ...dispatch.memo import memo_of
-from ...dispatch.operands import local_alias, wrap
 from ...dispatch.patches.gradients import REDUCED_BY, asked_for
 from ...dispatch.patches.hooks import run_hooks
 from ...dispatch.patches.recomputed import weakly
@@ -34,9 +32,11 @@ from ...errors import OpRuleError
 from ...internals.names import NoFallbackGuard, executor, recording
 from ...internals.target import on_cpu
 from ...redistribute.cost import nbytes
+from .sums import Sums, add_main, blank, gradient, is_blank
 
 if TYPE_CHECKING:
     from .block import Block
+    from .call import Call
     from .unit import Unit
 
 # what has arrived in the backward under way, to be completed at its end: the reductions, and names in order of arrival
@@ -134,14 +134,15 @@ class Reduction:
         self.unit, self.params = unit, {id(p): p for _, _, p in unit.slots}
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
-        self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
+        self.owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
         copies = unit.axes.copying if unit.blocks else ()
         self.copies = unit.mesh.get_group(copies) if copies and unit.mesh[copies].size() > 1 else None
         self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
-        self._due: list[Callable[[], dict[int, Tensor]]] = []  # sums of cut parameters that are under way
-        self._handed: dict[int, Tensor] = {}  # gradients of cut parameters to which these are added
+        self.taken: dict[tuple[Call, int], Tensor] = {}  # of cut parameters, by id, what autograd knows as blanks
+        self._due: list[Sums] = []  # of cut parameters, under way
+        self._handed: dict[int, Tensor] = {}  # gradients of cut parameters, which these complete
         for key, p in self.params.items():
             p.__dict__[REDUCED_BY] = self
             if key in unit.place and not on_cpu():
@@ -161,7 +162,7 @@ class Reduction:
         """The parameters lie on other axes now."""
         self._places = {}
 
-    def _beside(self, block: Block, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
+    def beside(self, block: Block, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
         """Of parameters of a block those with copies on axes that bring no data, by these axes; of local cells."""
         out = dict[tuple[int, ...], list[int]]()
         for i in numbers if self.unit.local else ():
@@ -226,11 +227,12 @@ class Reduction:
                 continue
             sums = self._reduced(block, wholes, read)
             if on_cpu():
-                out.update(sums())
+                out.update(sums.finish())
             else:
                 self._due.append(sums)
                 self._opened()
-        return [out[id(p)] if id(p) in out else _zeros(p.local_shape, p.dtype)
+        zeros = _zeros if on_cpu() else blank  # no caller keeps these: `_hand_out`
+        return [out[id(p)] if id(p) in out else zeros(p.local_shape, p.dtype)
                 for p in (block.params[i] for block, i in places)]
 
     def check(self) -> None:
@@ -252,39 +254,13 @@ class Reduction:
             grad = added(owed, grad)
         if not self.sync:
             own = grad if owed is not None else copy(grad) if dtype is None else cast(grad, dtype)
-            self._owed[key] = _gradient(own)
+            self._owed[key] = gradient(own)
         return grad
 
-    def _reduced(self, block: Block, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]]:
-        """Begins to add up whole gradients of a block; what is given waits for it, and gives shards by id."""
-        copies = self.copies
+    def _reduced(self, block: Block, grads: dict[int, Tensor], when: str) -> Sums:
+        """Begins to add up whole gradients of a block."""
         self.unit.log("reduce", "backward")
-        work, places = block.reduce(grads, when)  # what waits must not hold whole gradients till the backward ends
-
-        def finish() -> dict[int, Tensor]:
-            with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-                flat, keys = work.wait(), {i: id(block.params[i]) for i in places}
-                shards = block.shards(places, flat)
-                for i, key in keys.items():
-                    if key in self._owed_shards:
-                        write(shards[i], self._owed_shards.pop(key) + shards[i])
-                if copies is not None and not self.sync_copies:
-                    self._owed_shards.update({keys[i]: x * 1 for i, x in shards.items()})
-                    return {}
-                if copies is not None:
-                    shards = block.shards(places, copies.all_reduce(flat, "sum"))
-                for axes, beside in self._beside(block, shards).items():
-                    group = block.params[beside[0]].device_mesh.get_group(axes)
-                    total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
-                    shards |= block.shards({i: block.parts.widths[i] for i in beside}, total)
-                if self.scale != 1:
-                    shards = {i: x * self.scale for i, x in shards.items()}
-                if self.main:
-                    for i, x in shards.items():
-                        add_main(block.params[i], x)
-                    return {}
-                return {keys[i]: _gradient(cast(x, block.params[i].dtype)) for i, x in shards.items()}
-        return finish
+        return Sums(self, block, grads, when)
 
     def _keep(self, key: int, grad: Tensor) -> Tensor:
         """This rank's summand of the gradient of a kept parameter has arrived."""
@@ -303,10 +279,12 @@ class Reduction:
             return bucket.put(number, grad)
 
     def _hand_out(self, key: int, grad: Tensor) -> Tensor:
-        """On a device: storage of its own, to which the sum is added when the caller has it."""
+        """On a device: where the sum will lie, or storage of its own, to which sums are added when the caller has it."""
         with NoFallbackGuard():
             self._opened()
-            own = self._handed[key] = copy(grad)
+            sums = [each for each in self._due if each.has(key)]
+            place = sums[0].place(key) if len(sums) == 1 and is_blank(grad) else None
+            own = self._handed[key] = gradient(copy(grad)) if place is None else place
             return own
 
     def _opened(self, *names: str) -> None:
@@ -327,7 +305,7 @@ class Reduction:
         with NoFallbackGuard():
             (due, self._due), (handed, self._handed) = (self._due, []), (self._handed, {})
             for sums in due:
-                for key, shard in sums().items():
+                for key, shard in sums.finish().items():
                     if key in handed and executing() is None:
                         handed[key].add_(shard)
             done += [(self.params[key], grad) for key, grad in handed.items()]
@@ -339,17 +317,17 @@ class Reduction:
 
     def deliver(self, gradients: dict[int, Tensor]) -> None:
         """Into gradients that this backward has not reached goes what is owed of them, where this one synchronises."""
-        if not self.sync or not (self._owed or self._owed_shards):
+        if not self.sync or not (self._owed or self.owed_shards):
             return
         sums: dict[int, Tensor] = {}
         for block in self.unit.blocks:
             asked = {i: id(p) for i, p in enumerate(block.params) if id(p) in gradients}
             with NoFallbackGuard():
-                late = {i for i, key in asked.items() if key in self._owed_shards and self.sync_copies}
+                late = {i for i, key in asked.items() if key in self.owed_shards and self.sync_copies}
                 due = {i: self._owed.pop(key) if key in self._owed else
-                       _zeros(block.shapes[i], self._owed_shards[key].dtype)
+                       _zeros(block.shapes[i], self.owed_shards[key].dtype)
                        for i, key in asked.items() if key in self._owed or i in late}
-            sums |= self._reduced(block, due, "owed")() if due else {}
+            sums |= self._reduced(block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
             for bucket in self.buckets:
                 for i, key in enumerate(map(id, bucket.params)):
@@ -370,7 +348,7 @@ class Reduction:
 
     def forget(self) -> None:
         """Drops what is owed."""
-        self._owed, self._owed_shards = {}, {}
+        self._owed, self.owed_shards = {}, {}
 
     def abandon(self) -> None:
         """The backward has raised."""
@@ -381,7 +359,7 @@ class Reduction:
         self.read.clear()
         for bucket in self.buckets:
             bucket.forget()
-        self._due, self._handed = [], {}
+        self._due, self._handed, self.taken = [], {}, {}
         held = _open.get()
         if held is not None:
             held[0].pop(self, None)
@@ -392,20 +370,6 @@ def _when_it_comes(param, method: Callable) -> None:
     """Gives the method the parameter's id and its gradient; holds neither, as a hook lives as long as its tensor."""
     key, told = id(param), weakly(method)
     Tensor.register_hook(param, lambda grad: told(key, grad))
-
-
-def add_main(param, total: Tensor) -> None:
-    """A sum over ranks is added to what a parameter has in `main_grad`, in float32."""
-    total, have = total.astype(ms.float32), getattr(param, "main_grad", None)
-    whole = param.layout.gradient()
-    layout = Layout(whole.mesh, whole.placements, whole.shape, "float32", whole.order)
-    param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
-
-
-def _gradient(x: Tensor) -> Tensor:
-    """The same; a dry run counts it among the gradients."""
-    dry = executing()
-    return x if dry is None else dry.ledger.is_now(x, "gradients")
 
 
 def _zeros(shape, dtype) -> Tensor:

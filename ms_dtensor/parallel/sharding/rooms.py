@@ -122,6 +122,9 @@ class RoomMemory(Memory):
         room = self.room()
         return self._cut(room, room.flat, i)
 
+    def joined(self, first: int, stop: int) -> Tensor:
+        return ms.mint.narrow(self.room().flat, 0, self.starts[first], self.starts[stop] - self.starts[first])
+
     def _cut(self, room: Room, flat: Tensor, i: int) -> Tensor:
         if room._dry is not None:
             return room._dry.on_storage_of(flat, self.shapes[i])

@@ -139,7 +139,7 @@ class Unit:
             blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole, dtype,
                                 self.mesh.get_group(self.axes.cutting), self._on(members[0])[-self.axes.cut:],
                                 None if sums == dtype else sums, near, self._leaves))
-            place.update({id(p): (blocks[-1], i) for i, p in enumerate(members)})
+            place.update({id(p): (blocks[-1], i) for i, p in enumerate(blocks[-1].params)})
         return blocks, place
 
     def __deepcopy__(self, memo) -> Unit:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many kernels `fully_shard` asks of a device for a block and a step, all of them counted, on a machine without one.
+
+    python scripts/bench/fsdp_kernels.py [--ranks 8 64 128] [--out FILE]
+
+Blocks of nine parameters, as a Llama's, run forward and backward as rank 0 of a fake world over the emulator of
+`tests/rehearsal`. MindSpore's profiler names every kernel that ran, autograd's own too: casts, fills, additions. The
+emulator adds the copies that it makes in NumPy in a kernel's place. What a block more costs, less what it costs on one rank
+that has the parameters whole and in the dtype of the computation, is what `fully_shard` asks; collectives are named apart.
+Each sort of kernel is counted by itself: fewer of one make up for none of another.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mindspore as ms  # noqa: E402
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, mint, nn  # noqa: E402
+from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler  # noqa: E402
+
+import ms_dtensor as md  # noqa: E402
+from ms_dtensor import comm  # noqa: E402
+from tests.rehearsal.session import rehearsed  # noqa: E402
+
+DIM = 128
+SHAPES = {"wq": (256, DIM), "wk": (DIM, DIM), "wv": (DIM, DIM), "wo": (DIM, 256), "w1": (512, DIM), "w3": (512, DIM),
+          "w2": (DIM, 512)}
+PARAMETERS = len(SHAPES) + 2
+POLICIES = {
+    "float32": None,
+    "bfloat16, gradients added up in float32": md.MixedPrecisionPolicy(ms.bfloat16, ms.float32),
+    "bfloat16, gradients added up in it": md.MixedPrecisionPolicy(ms.bfloat16),
+}
+
+
+class Block(nn.Cell):
+    """Seven matrices and two scales, in a Llama block's proportions and in its order."""
+
+    def __init__(self, seed: int, dtype=ms.float32):
+        super().__init__()
+        draw = np.random.default_rng(seed)
+
+        def drawn(*shape: int) -> Tensor:
+            return Tensor(draw.normal(0, 0.1, shape).astype(np.float32)).astype(dtype)
+        self.norm1 = Parameter(drawn(DIM), name="norm1")
+        for name, (n, m) in SHAPES.items():
+            setattr(self, name, nn.Dense(m, n, weight_init=drawn(n, m), has_bias=False, dtype=dtype))
+        self.norm2 = Parameter(drawn(DIM), name="norm2")
+
+    def construct(self, x):
+        h = x * self.norm1
+        x = x + self.wo(mint.tanh(self.wq(h))) + self.wk(h) + self.wv(h)
+        h = x * self.norm2
+        return x + self.w2(self.w1(h) * self.w3(h))
+
+
+def kernels(step: Callable[[], object], device) -> Counter:
+    """Those of one call, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        device.counts.clear()
+        with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(folder)) as seen:
+            step()
+            ms.runtime.synchronize()
+            seen.step()
+        file, = Path(folder).rglob("cpu_op_type_info_*.csv")
+        with file.open() as lines:
+            found = Counter({row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(lines)})
+    del found["InplaceCopy"]  # the emulator's, beside what it wrote in NumPy
+    return found + Counter(copy=device.counts["written"])
+
+
+def asked(ranks: int, policy, blocks: int, fsdp: bool) -> tuple[Counter, Counter]:
+    """Kernels and collectives of a step of so many blocks, after a first one."""
+    with comm.fake_world(ranks, 0), rehearsed(clock=False) as device:
+        mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
+        kind = ms.float32 if policy is None else policy.param_dtype
+        net = nn.SequentialCell([Block(i, ms.float32 if fsdp else kind) for i in range(blocks)])
+        if fsdp:
+            for block in net:
+                md.fully_shard(block, mesh=mesh, mp_policy=policy)
+            md.fully_shard(net, mesh=mesh)  # has no parameters of its own
+        else:
+            md.distribute_module(net, mesh)
+        step = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())
+        x = md.DTensor.from_local(Tensor(np.ones((2, DIM), np.float32)).astype(kind), mesh, [md.Shard(0)])
+        step(x)
+        with comm.record() as events:
+            step(x)
+        return kernels(lambda: step(x), device), Counter(f"{e.op} {e.phase}" for e in events)
+
+
+def of_a_block(ranks: int, policy, whole: Counter) -> dict:
+    """What `fully_shard` asks for one block; `whole`: what the block itself asks."""
+    (one, few), (two, more) = (asked(ranks, policy, blocks, True) for blocks in (1, 2))
+    two.subtract(one)
+    two.subtract(whole)
+    added = {name: n for name, n in sorted(two.items()) if n > 0}
+    return {"ranks": ranks, "kernels": added, "per_parameter": round(sum(added.values()) / PARAMETERS, 2),
+            "collectives": dict(sorted((more - few).items()))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    results = {}
+    for name, policy in POLICIES.items():
+        whole = asked(1, policy, 2, False)[0]
+        whole.subtract(asked(1, policy, 1, False)[0])
+        results[name] = [of_a_block(ranks, policy, whole) for ranks in args.ranks]
+    text = json.dumps({"parameters": PARAMETERS, "steps": results}, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
