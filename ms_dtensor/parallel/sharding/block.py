@@ -58,7 +58,7 @@ class Block:
         here = params[0].device_mesh.get_coordinate()
         each = [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)]
         order = list(itertools.chain(*Parts(shapes, dims, each).alike()))
-        self.params, self.whole, self.shapes = ([xs[i] for i in order] for xs in (params, whole, shapes))
+        self.params, self.whole, self.shapes = [params[i] for i in order], [whole[i] for i in order], [shapes[i] for i in order]
         self.parts = Parts(self.shapes, [dims[i] for i in order], [each[i] for i in order])
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None

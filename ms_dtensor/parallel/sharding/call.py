@@ -370,8 +370,8 @@ class Unshard(Function):
         call.unit.reduction.check()
         if call.holding is None:
             call.leave()
-        grads = [call.summand(id(block.params[i]), grad) for (block, i), grad in zip(ctx.places, grads)]
-        return None, None, *call.unit.reduction.whole(ctx.places, grads, f"read: {in_order(call.read)}")
+        summands = [call.summand(id(block.params[i]), grad) for (block, i), grad in zip(ctx.places, grads)]
+        return None, None, *call.unit.reduction.whole(ctx.places, summands, f"read: {in_order(call.read)}")
 
 
 class Border(Function):
