@@ -58,7 +58,8 @@ class Block:
         here = params[0].device_mesh.get_coordinate()
         each = [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)]
         order = list(itertools.chain(*Parts(shapes, dims, each).alike()))
-        self.params, self.whole, self.shapes = [params[i] for i in order], [whole[i] for i in order], [shapes[i] for i in order]
+        self.params, self.whole = [params[i] for i in order], [whole[i] for i in order]
+        self.shapes = [shapes[i] for i in order]
         self.parts = Parts(self.shapes, [dims[i] for i in order], [each[i] for i in order])
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None
@@ -130,7 +131,7 @@ class Block:
             out = ops.join(columns, 1) if columns[1:] or columns[0].dtype != kind else ops.copy(columns[0])
             return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
         out = ops.empty((count, total), dtype)
-        for (at, columns, found), (stop, *_) in zip(runs, [*runs[1:], (total,)]):
+        for (at, columns, found), stop in zip(runs, [*(run[0] for run in runs[1:]), total]):
             place = ops.take(out, 1, at, stop)
             if columns:
                 ops.write(place, ops.join(columns, 1))
@@ -210,7 +211,8 @@ class Block:
 
         Kept, as the host's calls for these views are what a device waits for.
         """
-        out, at, n, ops, memory = [], 0, self.group.size, self._ops, self._memory()
+        at, n, ops, memory = 0, self.group.size, self._ops, self._memory()
+        out: list[tuple[int, int, Callable[[Any], Any], Any]] = []
         for some in self.parts.alike():
             width, stretches = len(some) * self.parts.widths[some[0]], self.parts.stretches(some[0])
             if stretches is not None:
