@@ -38,8 +38,9 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["ms_dtensor", "ms_dtensor.*"]),
-    # py.typed: or type checkers would ignore every annotation of the installed package; machines: what `suggest` knows
-    package_data={"ms_dtensor": ["py.typed", "debug/predict/machines/*.yaml"]},
+    # py.typed: or type checkers would ignore every annotation of the installed package; machines: what `suggest` knows;
+    # known.json: what others published, for `bench`
+    package_data={"ms_dtensor": ["py.typed", "debug/predict/machines/*.yaml", "tools/bench/known.json"]},
     # MindSpore's wheels start at 3.9; dataclass(slots=True) needs 3.10.
     python_requires=">=3.10,<3.13",
     install_requires=[

@@ -52,3 +52,12 @@ python -m ms_dtensor doctor
 python -m ms_dtensor verify --form ops.add >verified.json
 grep -q '"wrong": \[\]' verified.json
 said "doctor, and a rule proven by the wheel alone"
+python -m ms_dtensor bench --suite toy --out bench --json >bench.json
+python - <<'PY'
+import json
+told = json.load(open("bench.json"))
+assert told["done"] == told["pieces"] == 5 and not told["failed"], told
+PY
+! python -m ms_dtensor bench --suite toy --out bench --only llama 2>refused || exit 1
+grep -q "  fix:  say the command in a checkout" refused
+said "bench at toy size on two ranks; what needs a checkout is refused"

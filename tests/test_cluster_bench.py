@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from ms_dtensor.debug import svg
-from scripts.bench.cluster import arithmetic, columns, report, run, suites
-from scripts.bench.cluster.hosts import Host, read_hosts, shell_text
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.bench import arithmetic, columns, report, run, suites
+from ms_dtensor.tools.bench.hosts import Host, read_hosts, shell_text
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = "localhost slots=1\nlocalhost:1  # the same host twice: two nodes\n"
@@ -73,6 +74,7 @@ def test_the_text_for_ssh_survives_a_shell(monkeypatch):
     monkeypatch.setenv("HCCL_IF_IP", "a b'c")
     show = [sys.executable, "-c", "import os, sys; e = os.environ; print(e['HCCL_IF_IP'], e['X'], sys.argv[1], os.getcwd())"]
     text = shell_text([*show, '{"a": "$HOME \'"}'], {"X": "1;2"}, "export Y=1")
+    monkeypatch.chdir(ROOT)
     clean = subprocess.run(["env", "-i", "bash", "-c", text], capture_output=True, text=True, check=True).stdout
     assert clean.strip() == f"a b'c 1;2 {{\"a\": \"$HOME '\"}} {ROOT}"
     assert shlex.split(text.split(" && ")[2])[0] == "env"
@@ -93,6 +95,23 @@ def test_pieces_have_names_of_their_own_and_layouts_that_fit():
              for p in suites.plan("full", 4, 8, "/out", {"scaling"}, [])]
     assert grown == [("weak", 1, 8, 8), ("strong", 1, 8, 32), ("weak", 2, 8, 16), ("strong", 2, 8, 32), ("weak", 4, 8, 32),
                      ("strong", 4, 8, 32)]
+
+
+def test_what_needs_the_recipe_is_refused_by_name_or_left_out(tmp_path, monkeypatch, capsys):
+    assert suites.chosen(None) == set(suites.BENCHMARKS) and suites.recipe() == [str(ROOT)]
+    assert suites.home("scaling") == suites.RECIPE and suites.home("compute") == "ms_dtensor.tools.bench.compute"
+    monkeypatch.setattr(suites, "RECIPE", "no_such_zoo.llama.bench")
+    assert suites.recipe() == [] and suites.chosen(None) == set(suites.BENCHMARKS) - {"llama", "scaling"}
+    with pytest.raises(ConfigError) as told:
+        suites.chosen({"llama", "dispatch"})
+    assert told.value.attempt == "For 'bench', llama cannot be measured." and told.value.fix[1] == "--only dispatch"
+    assert run.main(["--only", "scaling", "--out", str(tmp_path)]) == 2
+    assert "checkout" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(run.Run, "all", lambda self: None)
+    assert run.main(["--suite", "toy", "--json", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "left out, as they are measured in a checkout only: llama, scaling" in said.err
+    assert json.loads(said.out)["left"][:2] == ["startup_first_2", "collectives"]
 
 
 def piece(name, benchmark="compute", rows=()):
@@ -167,7 +186,7 @@ def test_a_folder_is_of_one_cluster(tmp_path, monkeypatch, capsys):
                                      '{"piece": "dispatch", "benchmark": "dispatch", "ranks": 2, "rows": [3]}'])
 def test_a_damaged_piece_is_missing_to_the_runner_and_named_by_the_report(planned, content, capsys, tmp_path):
     made, _ = planned(lambda names, write, at_work: [write(n) for n in names] and "")
-    made.describe()
+    run.describe(made.options, 2, 1)
     file = made.pieces_dir / "dispatch.json"
     file.write_text(content, "utf-8", "surrogateescape")
     assert report.main([str(made.out), "--out", str(tmp_path / "page.html")]) == 2
@@ -178,7 +197,7 @@ def test_a_damaged_piece_is_missing_to_the_runner_and_named_by_the_report(planne
     assert report.main([str(made.out), "--out", str(tmp_path / "page.html")]) == 0
     (made.out / "run.json").write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(ValueError, match="run.json', the file is damaged"):
-        made.describe()
+        run.describe(made.options, 2, 1)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
@@ -203,7 +222,7 @@ def toy(tmp_path_factory):
     """The toy suite on two local "nodes" of one rank, in one launch: all but the smaller world of the scaling."""
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "hosts").write_text(HOSTS)
-    command = [sys.executable, str(ROOT / "scripts/bench/cluster/run.py"), "--hostfile", str(folder / "hosts"), "--suite",
+    command = [sys.executable, "-m", "ms_dtensor", "bench", "--hostfile", str(folder / "hosts"), "--suite",
                "toy", "--out", str(folder / "run"), "--budget-minutes", "4", "--peak", "float32=0.5", "--only",
                "startup,collectives,compute,dispatch,llama,checkpoint"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

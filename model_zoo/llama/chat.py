@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import rank
 
-from .ranks import rank
 from .tokens import Tokens, json_row
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -27,8 +27,9 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from model_zoo.llama.chat import IGNORED
-from model_zoo.llama.ranks import rank, script, start_device, world_size
+from model_zoo.llama.ranks import script
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import rank, start_device, world_size
 
 
 def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:

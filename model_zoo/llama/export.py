@@ -16,8 +16,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import rank, script, start_device, world_size
+from model_zoo.llama.ranks import script
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import rank, start_device, world_size
 
 
 def run(argv: list[str]) -> None:

@@ -21,8 +21,9 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import rank, script, start_device, world_size
+from model_zoo.llama.ranks import script
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import rank, start_device, world_size
 
 
 def chosen(logits: np.ndarray, draw: np.random.Generator, temperature: float = 0.0, top_k: int = 0,

@@ -18,9 +18,10 @@ from typing import IO
 
 from ms_dtensor.core.files import make_folder, own_file
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import world_size
 
 from .config import Config, checkpoint_folder
-from .ranks import LAUNCHER, this_process, world_size
+from .ranks import LAUNCHER, this_process
 
 LOCK = ".lock"
 

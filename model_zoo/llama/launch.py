@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import hashlib
 import math
@@ -29,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -41,20 +40,18 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
 from model_zoo.llama.elastic import held, layouts_of, least_and_most
 from model_zoo.llama.hold import hold
 from model_zoo.llama.meeting import Meeting, address_towards
-from model_zoo.llama.nodes import ALONE, Nodes, free_port
-from model_zoo.llama.ranks import FAILED, LAUNCHER, NODE, this_process
+from model_zoo.llama.nodes import ALONE, Nodes
+from model_zoo.llama.ranks import LAUNCHER, this_process
 from ms_dtensor.core.files import new_folder, own_file
 from ms_dtensor.errors import CommError, ConfigError
+from ms_dtensor.tools.ranks import FAILED, NODE, end_with_parent, failures, free_port
 from ms_dtensor.tools.screen import Screen
 
 HERE = Path(__file__).resolve().parent
 WHY = {signal.SIGKILL: " (by somebody, or by the system for want of memory)",
        signal.SIGTERM: " (by somebody, or by MindSpore's scheduler, which ends all when a rank is gone, elsewhere too)"}
-CHATTER = re.compile(r"^\[(INFO|WARNING)\] [A-Z_]+\(.*\n?", re.M)  # MindSpore's own lines behind a traceback
-REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
 LEFT = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?)(\d+)")  # msrun's words; by a signal: -
 STEP = re.compile(r"^ *(\d+)/(\d+)  ")
-PRCTL = ctypes.CDLL(None).prctl
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
@@ -74,13 +71,6 @@ def environment(nodes: Nodes = ALONE) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # msrun starts "python"
     return {**defaults, **several, **os.environ, NODE: str(nodes.rank), LAUNCHER: this_process(), "PATH": path,
             "PYTHONUNBUFFERED": "1"}
-
-
-def end_with_parent(parent: int) -> None:
-    """In the child, before it is msrun: when this process is gone it is killed, and ranks end with their msrun."""
-    PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # gone meanwhile
-        os._exit(1)
 
 
 class Run:
@@ -250,14 +240,6 @@ def _role(process: psutil.Process) -> str:
 def _tail(log_dir: Path, rank: str) -> str:
     log = log_dir / f"worker_{rank}.log"
     return "".join(log.read_text(errors="replace").splitlines(True)[-5:]) if log.exists() else ""
-
-
-def failures(log_dir: Path) -> Iterator[tuple[float, str, str]]:
-    """(time, rank, text) of each rank that said why it failed."""
-    for log in log_dir.glob("worker_*.log"):
-        text = log.read_text(errors="replace")
-        for found in REASON.finditer(text):
-            yield float(found[2]), found[1], CHATTER.sub("", text[found.end():])
 
 
 def first_failure(log_dir: Path) -> str:

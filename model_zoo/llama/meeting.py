@@ -21,8 +21,9 @@ from pathlib import Path
 
 from ms_dtensor.core.files import make_folder, own_file
 from ms_dtensor.errors import CommError, ConfigError
+from ms_dtensor.tools.ranks import free_port
 
-from .nodes import Nodes, free_port
+from .nodes import Nodes
 
 LOST = 20.0  # seconds without a sign, or without a way there, after which a machine is gone
 FRESH = 6.0  # seconds for which a way to a machine counts when a round is made; less than LOST, so that all agree

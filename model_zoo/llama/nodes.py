@@ -5,23 +5,11 @@ No import of MindSpore.
 """
 from __future__ import annotations
 
-import random
 import socket
 from dataclasses import dataclass
 
 from ms_dtensor.errors import ConfigError
-
-
-def free_port() -> int:
-    """A port of the range msrun accepts that nobody listens on."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))  # on no address of this machine: other nodes may come by any
-                return port
-            except OSError:
-                continue
-    raise OSError("For 'launch.py', no free port was found between 20000 and 32000.")
+from ms_dtensor.tools.ranks import free_port
 
 
 @dataclass(frozen=True, slots=True)

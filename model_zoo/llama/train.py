@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, leave, start_device, world_size
+from model_zoo.llama.ranks import leave
+from ms_dtensor.tools.ranks import guarded, start_device, world_size
 
 if TYPE_CHECKING:
     from model_zoo.llama.chat import Conversations

@@ -21,6 +21,7 @@ usage: python -m ms_dtensor COMMAND ...
   memory CONFIG       what a rank of a plan needs, and the quickest plan that fits if it is too much
   verify [FAMILY...]  proves the rule behind every public call form, on this machine and this MindSpore
   run --as LIB FILE   runs a program that imports hyper_parallel, unedited, with ms_dtensor in its place
+  bench               measures a cluster's links, devices, files and dispatch, of a hostfile or of this machine
   calibrate           under msrun: measures what the planner's costs are here, for MS_DTENSOR_COSTS
   pipeline            makes or reads a pipeline schedule, checks, simulates and draws it
   ckpt ls PATH        what a checkpoint holds, or which steps a folder has
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     if command == "calibrate":
         from .calibrate import main as calibrate
         return calibrate(rest)
+    if command == "bench":
+        from .bench.run import main as bench
+        return bench(rest)
     if command == "run":
         from .run import main as run
         return run(rest)
@@ -92,6 +96,5 @@ def main(arguments: Sequence[str]) -> int:
                             help="where pictures go; default: RUN_DIR/plots of the first run")
         return plot.main(parser.parse_args(rest))
     argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot, suggest, memory, verify, run, calibrate, pipeline and "
-        "ckpt. "
-        "See python -m ms_dtensor --help")
+        f"'{command[:60]}' is no command; known are doctor, plot, suggest, memory, verify, run, bench, calibrate, pipeline "
+        "and ckpt. See python -m ms_dtensor --help")

@@ -93,8 +93,8 @@ def world_view(world, mine) -> list:
 
 def host(world, options) -> dict:
     """Microseconds of the host for an op on a DTensor, and of the plain op: forward, and with its gradient ("fb")."""
-    from scripts.bench.cluster import dispatch
-    from scripts.bench.cluster.world import Bench
+    from ms_dtensor.tools.bench import dispatch
+    from ms_dtensor.tools.bench.world import Bench
 
     class Here(Bench):
         def __post_init__(self) -> None:  # the world has started

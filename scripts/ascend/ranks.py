@@ -24,8 +24,8 @@ LOSS_BOUND = 0.02
 @contextlib.contextmanager
 def world_of(rehearse: bool) -> Iterator:
     """The ranks of this launch, as devices or as emulated ones."""
-    from model_zoo.llama.ranks import start_device
     from ms_dtensor import comm
+    from ms_dtensor.tools.ranks import start_device
 
     if not rehearse:
         device = start_device()

@@ -20,75 +20,9 @@ import sys
 from common import finish, one_thread, sample, summary
 
 one_thread()
-ROWS = ("add", "mul scalar", "matmul", "relu", "transpose", "view", "sum", "softmax", "to_local", "from_local",
-        "redistribute to itself")
+from ms_dtensor.tools.bench.arithmetic import warm_sample  # noqa: E402
+
 N = 4
-
-
-def mindspore_cases(blocking: bool = True, mesh_shape=(1,), device: str = "cpu", ranks=None) -> dict:
-    """row -> {variant: thunk}; forward rows, then "fb ..." rows. `ranks`: those of the mesh, if not all."""
-    import mindspore as ms
-    import numpy as np
-    from mindspore import Tensor, mint
-    from mindspore._c_expression import NoFallbackGuard
-
-    import ms_dtensor as md
-
-    if blocking:
-        ms.runtime.launch_blocking()
-    else:
-        mint.add(Tensor([1.0]), Tensor([1.0]))  # once an op has run the library leaves the mode as it is
-    make = Tensor._make_subclass
-
-    class Floor(Tensor):
-        def __fallback__(self, func, args=(), kwargs=None):
-            with NoFallbackGuard():
-                result = func(*args) if kwargs is None else func(*args, **kwargs)
-            out = make(Floor, result)
-            out.layout = None
-            return out
-
-    rng = np.random.default_rng(0)
-    a, b = (Tensor(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
-    mesh = md.init_device_mesh(device, mesh_shape) if ranks is None else md.DeviceMesh(device, ranks)
-    rest = [md.Replicate()] * (len(mesh_shape) - 1)
-    cut0, cut1, whole = ([p, *rest] for p in (md.Shard(0), md.Shard(1), md.Replicate()))
-
-    def laid(t, placements):
-        return md.distribute_tensor(t, mesh, placements, src_data_rank=None)
-
-    relu = mint.nn.functional.relu
-    ops = {
-        "add": (lambda x, y: mint.add(x, y), cut0, cut0),
-        "mul scalar": (lambda x: x * 2.0, cut0),
-        "matmul": (lambda x, y: mint.matmul(x, y), whole, cut1),
-        "relu": (lambda x: relu(x), cut0),
-        "transpose": (lambda x: mint.transpose(x, 0, 1), cut0),
-        "view": (lambda x: x.view(N, 2, N // 2), cut0),
-        "sum": (lambda x: mint.sum(x), cut0),
-        "softmax": (lambda x: mint.softmax(x, dim=1), cut0),
-    }
-    cases = {}
-    for row, (fn, *placed) in ops.items():
-        variants = {"plain": (a, b), "floor": (make(Floor, a), make(Floor, b)),
-                    "ours": tuple(laid(t, p) for t, p in zip((a, b), placed))}
-        where = tuple(range(len(placed)))
-        cases[row], cases["fb " + row] = {}, {}
-        for name, xs in variants.items():
-            taken, gradient = xs[:len(placed)], (md.grad if name == "ours" else ms.grad)(fn, where)
-            cases[row][name] = lambda fn=fn, xs=taken: fn(*xs)
-            cases["fb " + row][name] = lambda fn=gradient, xs=taken: fn(*xs)
-    x = laid(a, cut0)
-    cases["to_local"] = {"plain": lambda: None, "ours": lambda: x.to_local()}
-    cases["from_local"] = {"plain": lambda: None, "ours": lambda: md.DTensor.from_local(a, mesh, cut0)}
-    cases["redistribute to itself"] = {"plain": lambda: None, "ours": lambda: x.redistribute(placements=cut0)}
-    view = ms.grad(lambda t: t.view(N, N))
-    to_local, from_local = md.grad(lambda t: t.to_local()), md.grad(lambda t: md.DTensor.from_local(t, mesh, cut0))
-    straight, itself = md.grad(lambda t: relu(t)), md.grad(lambda t: relu(t.redistribute(placements=cut0)))
-    cases["fb to_local"] = {"plain": lambda: view(a), "ours": lambda: to_local(x)}
-    cases["fb from_local"] = {"plain": lambda: view(a), "ours": lambda: from_local(a)}
-    cases["fb redistribute to itself"] = {"plain": lambda: straight(x), "ours": lambda: itself(x)}
-    return cases
 
 
 def torch_cases() -> dict:
@@ -148,19 +82,14 @@ def torch_cases() -> dict:
     return cases
 
 
-def warm_sample(fn, calls: int, settle=lambda: None) -> float:
-    """Microseconds per call, after some that bring the process back into the caches: it was another's turn before."""
-    sample(fn, calls // 4)
-    settle()
-    return sample(fn, calls)
-
-
 def serve(library: str) -> None:
     """A child: a line [row, variant, calls] in, microseconds out."""
     if library == "torch":
         cases, settle = torch_cases(), lambda: None
     else:
         import mindspore as ms
+
+        from ms_dtensor.tools.bench.dispatch import mindspore_cases
         cases, settle = mindspore_cases(blocking=False), ms.runtime.synchronize
     print("ready", flush=True)
     for line in sys.stdin:
@@ -197,6 +126,7 @@ class Child:
 
 
 def measure(cases: dict, rows, rounds: int, torch: Child | None, issue: Child | None) -> dict:
+    from ms_dtensor.tools.bench.dispatch import ROWS
     out = {}
     for row in rows:
         calls = 20 if row.startswith("fb") else 100
@@ -279,6 +209,7 @@ def main() -> None:
     if args.serve:
         serve(args.serve)
         return
+    from ms_dtensor.tools.bench.dispatch import ROWS, mindspore_cases
     rows = [r for r in (*ROWS, *("fb " + r for r in ROWS)) if not args.only or r.removeprefix("fb ") in args.only.split(",")]
     torch = None if args.no_torch else Child("torch", {"torch": "torch", "torch DTensor": "torch DTensor"})
     issue = Child("asynchronous", {f"{name} issued": name for name in ("plain", "floor", "ours")}, calls=30)

@@ -447,7 +447,7 @@ def test_other_words_stay_as_they_are(tensor, monkeypatch):
 
 
 def test_what_comes_later_is_said_behind_the_traceback(capsys):
-    from model_zoo.llama.ranks import guarded
+    from ms_dtensor.tools.ranks import guarded
 
     def run():
         raise RuntimeError("Sync stream failed. EI0002: The wait execution of the Notify register times out.")

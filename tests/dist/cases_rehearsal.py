@@ -397,8 +397,9 @@ def a_prefetch_needs_no_wait_before_its_use(world):
 
 @case(world_size=2, timeout=120)
 def cluster_benchmarks_take_the_branch_for_devices(world):
-    from scripts.bench.cluster import collectives, dispatch, llama, suites
-    from scripts.bench.cluster.world import Bench
+    from model_zoo.llama.tools import bench_step
+    from ms_dtensor.tools.bench import collectives, dispatch, suites
+    from ms_dtensor.tools.bench.world import Bench
 
     class Rehearsed(Bench):
         name = "Ascend910B2"
@@ -412,7 +413,7 @@ def cluster_benchmarks_take_the_branch_for_devices(world):
             collectives.dist = real
         toy = {**suites.MODELS["toy"], "dim": 128, "n_layers": 1}
         issued = dispatch.run(bench, {"rounds": 1, "calls": 4, "rows": ["add"]})
-        step = llama.run(bench, {"name": "toy", "model": toy, "layout": {"dp": 2, "fsdp": True}, "steps": 1,
+        step = bench_step.run(bench, {"name": "toy", "model": toy, "layout": {"dp": 2, "fsdp": True}, "steps": 1,
                                  "train": {"batch": 4, "seq": 16, "dtype": "bfloat16", "micro_batches": 2, "recompute": True}})
     assert {(r["op"], r["interface"], r["type"]) for r in rows} == set(itertools.product(
         collectives.OPS, ("ms_dtensor", "mindspore"), ("float", "bfloat16")))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.launch import environment, msrun_command  # noqa: E402
-from model_zoo.llama.ranks import guarded  # noqa: E402
+from ms_dtensor.tools.ranks import guarded  # noqa: E402
 
 LIMIT = 30.0
 TRAIN = [str(ROOT / "model_zoo/llama/train.py"), "--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml")]
@@ -68,8 +68,8 @@ CALLS = {
 
 def call(name: str) -> None:
     """What a rank runs for one of `CALLS`."""
-    from model_zoo.llama.ranks import world_size
     from ms_dtensor import init_device_mesh
+    from ms_dtensor.tools.ranks import world_size
     CALLS[name][0](init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tp",)))
 
 

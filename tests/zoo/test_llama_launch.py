@@ -20,10 +20,11 @@ import pytest
 from model_zoo.llama import launch
 from model_zoo.llama.configio import load
 from model_zoo.llama.hold import hold
-from model_zoo.llama.launch import Nodes, after_signal, first_failure, free_port, msrun_command
-from model_zoo.llama.ranks import FAILED, guarded, this_process
+from model_zoo.llama.launch import Nodes, after_signal, first_failure, msrun_command
 from model_zoo.llama.ranks import LAUNCHER as BY
+from model_zoo.llama.ranks import this_process
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.ranks import FAILED, free_port, guarded
 from tests.msrun import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,9 +24,9 @@ sys.path[0] = str(ROOT)
 from model_zoo.llama.config import Config, ParallelConfig  # noqa: E402
 from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.data import load_text  # noqa: E402
-from model_zoo.llama.ranks import start_device  # noqa: E402
 from model_zoo.llama.rope import angles  # noqa: E402
 from model_zoo.llama.trainer import schedule  # noqa: E402
+from ms_dtensor.tools.ranks import start_device  # noqa: E402
 
 TEXT = ROOT / "scripts/quickstart_text.txt"  # the recipe's own, Python's sources, differs from version to version
 BOUND = 0.01  # of the mean loss

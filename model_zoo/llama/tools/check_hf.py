@@ -24,8 +24,8 @@ sys.path[0] = str(ROOT)
 from model_zoo.llama import hf  # noqa: E402
 from model_zoo.llama.config import ParallelConfig  # noqa: E402
 from model_zoo.llama.launch import Run, first_failure  # noqa: E402
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size  # noqa: E402
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile  # noqa: E402
+from ms_dtensor.tools.ranks import guarded, rank, start_device, world_size  # noqa: E402
 
 TOLERANCE = 1e-5  # absolute, of logits of order 5 in float32
 VOCAB, LENGTH = 259, 18  # a vocabulary that two does not divide

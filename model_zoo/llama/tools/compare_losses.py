@@ -30,7 +30,7 @@ from model_zoo.llama.config import Config, ParallelConfig  # noqa: E402
 from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.data import load_text  # noqa: E402
 from model_zoo.llama.launch import Run, first_failure  # noqa: E402
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size  # noqa: E402
+from ms_dtensor.tools.ranks import guarded, rank, start_device, world_size  # noqa: E402
 
 CONFIG = ROOT / "model_zoo/llama/configs/tiny.yaml"
 LOSS_TOLERANCE = 1e-5  # relative; float32 sums taken in another order, over ten steps

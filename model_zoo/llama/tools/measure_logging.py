@@ -24,7 +24,7 @@ sys.path[0] = str(ROOT)
 from model_zoo.llama.configio import dump, load  # noqa: E402
 from model_zoo.llama.data import load_text  # noqa: E402
 from model_zoo.llama.launch import Run, first_failure  # noqa: E402
-from model_zoo.llama.ranks import guarded, start_device, world_size  # noqa: E402
+from ms_dtensor.tools.ranks import guarded, start_device, world_size  # noqa: E402
 
 BOUND = 0.01
 CONFIG = ROOT / "model_zoo/llama/configs/quickstart.yaml"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.launch import Run, first_failure  # noqa: E402
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size  # noqa: E402
+from ms_dtensor.tools.ranks import guarded, rank, start_device, world_size  # noqa: E402
 
 TORCH = (9.107531, 8.592206, 8.408304, 8.111174, 8.004798, 8.009192, 8.012710, 7.771837, 7.790035, 7.866086)
 TOLERANCE = 2e-4  # six decimals of loss after ten steps of another framework's float32 kernels

@@ -19,8 +19,7 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore import Tensor, mint
 
-from ms_dtensor import comm
-
+from ... import comm
 from .arithmetic import EXACT, bandwidths, digits
 from .world import Bench
 
@@ -84,8 +83,8 @@ def mindspores(op: str, group: comm.Group, x: Tensor, cpu: bool) -> dict[str, Ca
 
 def groups(bench: Bench) -> list[tuple[str, comm.Group | None]]:
     """(label, this rank's group or None), in the same order everywhere."""
-    n, slots = bench.size, bench.slots
-    found = [("world", bench.everybody)]
+    n, slots = bench.size, bench.ranks_a_node
+    found: list[tuple[str, comm.Group | None]] = [("world", bench.everybody)]
     if 1 < slots < n:
         mesh = bench.mesh(inter=n // slots, intra=slots)
         found += [(f"axis {a}", mesh[a].get_group()) for a in mesh.mesh_dim_names]
@@ -98,9 +97,10 @@ def one(bench: Bench, op: str, group: comm.Group | None, interface: str, size: i
     n = group.size if group is not None else 2
     count = size // WIDTH[dtype] // n * n
     found: dict[str, Any] = {}
+    there: Any = group
     for way in ("out", "in"):
-        make = (lambda x: ours(op, group, x)) if interface == "ms_dtensor" else \
-            (lambda x: mindspores(op, group, x, bench.device == "cpu"))
+        make = (lambda x: ours(op, there, x)) if interface == "ms_dtensor" else \
+            (lambda x: mindspores(op, there, x, bench.device == "cpu"))
         calls = {} if group is None else make(_tensor(values(count, group.rank_index, dtype), dtype))
         if not any(bench.each(way in calls)):
             continue
@@ -111,7 +111,7 @@ def one(bench: Bench, op: str, group: comm.Group | None, interface: str, size: i
             want = answer(op, n, group.rank_index, count, dtype)
             wrong = int((got.astype(ms.float32).asnumpy().reshape(-1) != want).sum())
             calls = make(_tensor(np.zeros(count, np.float32), dtype))  # sums in place of zeros stay finite
-        taken = max(bench.seconds(calls.get(way), times, take_part=group is not None))
+        taken = max(bench.seconds(calls.get(way, lambda: None), times, take_part=group is not None))
         algorithm, bus = bandwidths(op, n, count * WIDTH[dtype], taken)
         found[way] = {"time": round(taken * 1e6, 2), "algbw": digits(algorithm), "busbw": digits(bus),
                       "wrong": sum(bench.each(wrong)) if exact(op, n, dtype) else None}
@@ -133,7 +133,8 @@ def _tensor(x: np.ndarray, dtype: str) -> Tensor:
 
 def run(bench: Bench, options: dict) -> list[dict]:
     """Options: least, most, factor (bytes), times, dtypes, ops."""
-    rows, lacks = [], {}
+    rows: list[dict] = []
+    lacks: dict[str, set[str]] = {}
     algorithm = os.environ.get("HCCL_ALGO") or {"hccl": "HCCL's choice"}.get(bench.backend.name, bench.backend.name)
     for label, group in groups(bench):
         for dtype in options["dtypes"]:

@@ -6,10 +6,46 @@ Llama have a launch each, since one that runs out of memory ends its job. Sizes 
 """
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
+
 BENCHMARKS = ("startup", "collectives", "compute", "dispatch", "llama", "scaling", "checkpoint")
+RECIPE = "model_zoo.llama.tools.bench_step"  # no part of the wheel
+OF_RECIPE = {"llama", "scaling"}
+
+
+def recipe() -> list[str]:
+    """The folder that has the recipe, if Python finds it."""
+    try:
+        found = importlib.util.find_spec(RECIPE)
+    except ModuleNotFoundError:  # of what it is in
+        found = None
+    return [str(Path(found.origin).resolve().parents[3])] if found and found.origin else []
+
+
+def home(benchmark: str) -> str:
+    """The module whose `run` measures."""
+    return RECIPE if benchmark in OF_RECIPE else f"{__package__}.{benchmark}"
+
+
+def chosen(only: set[str] | None) -> set[str]:
+    """What is measured: all that can be here, if nothing was asked for by name.
+
+    Raises:
+        ConfigError: what was asked for needs the recipe, which is not here.
+    """
+    without = set() if recipe() else OF_RECIPE
+    if missing := sorted((only or set()) & without):
+        rest = ",".join(x for x in BENCHMARKS if x not in without and (x in (only or ()) or not set(only or ()) - without))
+        raise ConfigError(f"For 'bench', {' and '.join(missing)} cannot be measured.",
+                          f"--only {','.join(missing)}; there is no module {RECIPE}",
+                          "A step of a Llama is the recipe's, which a checkout of ms_dtensor has and a wheel has not.",
+                          ["say the command in a checkout, or with it on PYTHONPATH", f"--only {rest}"])
+    return only or set(BENCHMARKS) - without
 
 
 @dataclass(frozen=True)

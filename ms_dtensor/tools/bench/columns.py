@@ -40,7 +40,7 @@ def nccl(rows: Sequence[Row]) -> Table:
 
 def hccl(rows: Sequence[Row]) -> Table:
     """The same as hccl_test prints it: out of place if there is such a call, else in place."""
-    out = []
+    out: list[Sequence[Any]] = []
     for row in rows:
         way = row.get("out") or row["in"]
         check = "NULL" if way["wrong"] is None else "failed" if way["wrong"] else "success"
@@ -60,15 +60,17 @@ def measured(rows: Sequence[Row]) -> list[Row]:
 
 def mindformers(rows: Sequence[Row], hardware: str) -> Table:
     """Published rows first, then the fastest layout of each model and length here."""
-    out = [(f"{k['model']} ({k['hardware']})", "text_generation", "published", k["seq"], k["tokens_s_p"], "pretrain")
-           for k in KNOWN["mindformers"]["rows"]]
+    out: list[Sequence[Any]] = [
+        (f"{k['model']} ({k['hardware']})", "text_generation", "published", k["seq"], k["tokens_s_p"], "pretrain")
+        for k in KNOWN["mindformers"]["rows"]]
     return MINDFORMERS, out + [(f"{r['model']}, {way(r)} ({hardware})", "text_generation", "random tokens", r["seq"],
                                 r["tokens_s_p"], "pretrain") for r in fastest(rows)]
 
 
 def mindspeed(rows: Sequence[Row], hardware: str) -> Table:
-    out = [(k["device"], k["model"], *(k.get(key) for key in ("iterations", "samples_s", "tokens_s_p", "step_s", "tflops")))
-           for k in KNOWN["mindspeed"]["rows"]]
+    out: list[Sequence[Any]] = [
+        (k["device"], k["model"], *(k.get(key) for key in ("iterations", "samples_s", "tokens_s_p", "step_s", "tflops")))
+        for k in KNOWN["mindspeed"]["rows"]]
     return MINDSPEED, out + [(hardware, f"{r['model']}, {way(r)}", None, r["samples_s"], r["tokens_s_p"], r["step_s"],
                               r["tflops"]) for r in fastest(rows)]
 
@@ -98,7 +100,7 @@ def way(row: Row) -> str:
 
 
 def llama(rows: Sequence[Row]) -> Table:
-    out = []
+    out: list[Sequence[Any]] = []
     for r in rows:
         if "refused" in r:
             out.append((way(r), r["ranks"], r["batch"], r["seq"], r["type"], r["refused"], *[""] * 7))

@@ -7,15 +7,19 @@ rank counts unless said otherwise.
 """
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mindspore as ms
 
-from ms_dtensor import DeviceMesh, comm, init_device_mesh
+from ... import comm
+from ...core.mesh import DeviceMesh
+from ...tensor.distribute import init_device_mesh
 
 
 @dataclass
@@ -24,18 +28,23 @@ class Bench:
 
     Args:
         device: "cpu", "npu" or "gpu".
-        slots: ranks a node.
+        slots: ranks a node; None: as many as have the first rank's host name.
         peaks: TFLOP/s by dtype that the user stated.
     """
 
     device: str
-    slots: int
+    slots: int | None = None
     peaks: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         world = comm.start(self.device)
         self.rank, self.size, self.backend = world.rank, world.size, world.backend
         self.everybody = comm.group(tuple(range(world.size)))
+
+    @cached_property
+    def ranks_a_node(self) -> int:
+        names = self.each(socket.gethostname()) if self.slots is None else [""] * self.slots
+        return names.count(names[0])
 
     @property
     def name(self) -> str:

@@ -16,9 +16,8 @@ from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelCon
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor.errors import ConfigError
-
-from .arithmetic import digits, flops_per_token, peak_of, share
-from .world import Bench
+from ms_dtensor.tools.bench.arithmetic import digits, flops_per_token, peak_of, share
+from ms_dtensor.tools.bench.world import Bench
 
 
 def model_config(sizes: dict) -> ModelConfig:

@@ -12,12 +12,14 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DTensor, Shard, checkpoint
-
+from ...checkpoint import load, save
+from ...core.placements import Shard
+from ...tensor.dtensor import DTensor
 from .arithmetic import digits
 from .world import Bench
 
@@ -59,15 +61,15 @@ def run(bench: Bench, options: dict) -> list[dict]:
     plain = folder / "plain"
 
     def saved_async() -> None:
-        saving = checkpoint.save(state, folder / "async", async_save=True)
+        saving: Any = save(state, folder / "async", async_save=True)
         stalls.append(bench.slowest(time.perf_counter() - began))
         saving.wait()
     stalls: list[float] = []
     steps: dict[str, Callable[[], object]] = {
         "plain write": lambda: plain_write(plain / str(bench.rank), data),
-        "save": lambda: checkpoint.save(state, folder / "sync"), "async save, whole": saved_async,
+        "save": lambda: save(state, folder / "sync"), "async save, whole": saved_async,
         "plain read": lambda: plain_read(plain / str(bench.rank), data),
-        "load": lambda: checkpoint.load(state, folder / "sync")}
+        "load": lambda: load(state, folder / "sync")}
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options["rounds"]):
         for name, step in steps.items():

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
+
 FACTS = {"label": str, "date": str, "commit": str | None, "versions": dict, "nodes": int, "slots": int, "suite": str,
          "algorithms": list, "command": str}
 PIECE = {"piece": str, "benchmark": str, "ranks": int, "rows": list}
@@ -23,7 +25,7 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         wanted: the type of each key that it has, `FACTS` or `PIECE`.
 
     Raises:
-        ValueError: it is no such object; the text names the file.
+        ConfigError: it is no such object; the text names the file.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
@@ -33,10 +35,17 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         raise _damaged(path, f"{type(found).__name__} where an object is")
     wrong = [key for key, kind in wanted.items() if key not in found or not isinstance(found[key], kind)]
     if wrong or not all(isinstance(row, dict) for row in found.get("rows", ())):
-        raise _damaged(path, f"no {', '.join(wrong or ['rows'])} as run.py writes it")
+        raise _damaged(path, f"no {', '.join(wrong or ['rows'])} as `bench` writes it")
     return found
 
 
-def _damaged(path: Path, why: str) -> ValueError:
-    again = "another folder" if path.name == "run.json" else "the same run.py command takes it again"
-    return ValueError(f"For '{path}', the file is damaged: {why}.\n  rule:     run.py wrote it, whole.\n  fix:      {again}")
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new.rename(path)
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    again = "another folder" if path.name == "run.json" else "the same command takes it again"
+    return ConfigError(f"For '{path}', the file is damaged: {why}.", str(path), "`bench` wrote it, whole.", again)

@@ -14,15 +14,18 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from model_zoo.llama.launch import end_with_parent, free_port
+from ...errors import ConfigError
+from ..ranks import end_with_parent, failures, free_port
+from .suites import recipe
 
-ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = Path(__file__).resolve().parents[3]  # the folder that has ms_dtensor
 LOCAL = ("localhost", "127.0.0.1", "::1")
 PASSED = ("HCCL_", "ASCEND", "MS_", "GLOG_", "CANN", "OMP_", "LD_LIBRARY_PATH", "PYTHONPATH")  # of the environment, by ssh
 GRACE = 15.0  # seconds for the other nodes, when one has failed
@@ -39,7 +42,7 @@ class Host:
 
 
 def read_hosts(text: str) -> list[Host]:
-    """The hosts of a hostfile's text; ValueError for a line that is none, and for unequal slots."""
+    """The hosts of a hostfile's text; ConfigError for a line that is none, and for unequal slots."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
@@ -47,16 +50,18 @@ def read_hosts(text: str) -> list[Host]:
             continue
         found = re.fullmatch(r"(\S+?)(?:\s+slots=|:)(\d+)", line)
         if not found or int(found[2]) < 1:
-            raise ValueError(f"For the hostfile, line {number} is {line!r}.\n  rule:     A line is a host and its number of "
-                             "devices.\n  fix:      write `worker-1 slots=8`")
+            raise ConfigError(f"For the hostfile, line {number} names no host and slots.", repr(line[:80]),
+                              "A line is a host and its number of devices.", "write `worker-1 slots=8`")
         hosts.append(Host(found[1], int(found[2])))
     if not hosts or len({h.slots for h in hosts}) > 1:
-        raise ValueError(f"For the hostfile, the hosts have {sorted({h.slots for h in hosts})} slots.\n  rule:     There is "
-                         "a host, and all have the same number: msrun numbers ranks so.\n  fix:      give each the least of "
-                         "them")
+        raise ConfigError("For the hostfile, the hosts have no one number of slots.",
+                          f"slots {sorted({h.slots for h in hosts})}",
+                          "There is a host, and all have the same number: msrun numbers ranks so.",
+                          "give each the least of them")
     if hosts[0].name in LOCAL and not all(h.local for h in hosts):
-        raise ValueError(f"For the hostfile, the first host is {hosts[0].name}.\n  rule:     All others reach the first by "
-                         "its name.\n  fix:      write its name or address in the network")
+        raise ConfigError("For the hostfile, the first host is this machine by a name that is another's elsewhere.",
+                          hosts[0].name, "All others reach the first by its name.",
+                          "write its name or address in the network")
     return hosts
 
 
@@ -66,12 +71,13 @@ def msrun(hosts: list[Host], slots: int, node: int, port: int, logs: Path, argum
     return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={len(hosts) * slots}", f"--local_worker_num={slots}",
             f"--master_addr={address}", f"--master_port={port}", f"--node_rank={node}", "--join=True",
             f"--log_dir={logs / f'node_{node}'}", "--tail_worker_log=99999",  # no such worker: the log files say it all
-            str(ROOT / "scripts/bench/cluster/ranks.py"), argument, str(node)]
+            "python", "-m", "ms_dtensor.tools.bench.ranks", argument, str(node)]
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
     defaults = {"GLOG_v": "3", "MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ours = [str(PACKAGE), *recipe()] if PACKAGE != Path(sysconfig.get_path("purelib")).resolve() else recipe()
+    path = os.pathsep.join(filter(None, (*dict.fromkeys(ours), os.environ.get("PYTHONPATH"))))
     return {**defaults, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **extra,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}  # msrun starts "python"
 
@@ -81,7 +87,7 @@ def shell_text(command: list[str], extra: dict[str, str], setup: str) -> str:
     env = {k: v for k, v in environment(extra).items() if k.startswith(PASSED) or k in extra}
     words = " ".join(shlex.quote(w) for w in ("env", *(f"{k}={v}" for k, v in sorted(env.items()))))
     path = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"  # what `setup` puts there stays
-    return " && ".join(filter(None, (setup, f"cd {shlex.quote(str(ROOT))}", f"{words} {path} {shlex.join(command)}")))
+    return " && ".join(filter(None, (setup, f"cd {shlex.quote(os.getcwd())}", f"{words} {path} {shlex.join(command)}")))
 
 
 class Nodes:
@@ -133,7 +139,6 @@ class Nodes:
 
 def reason(logs: Path) -> str:
     """The words of the rank that failed first, as far as its log is here; else the last lines of all."""
-    from model_zoo.llama.launch import failures
     said = sorted(found for folder in sorted(logs.glob("node_*")) for found in failures(folder))
     if said:
         lines = [x for x in said[0][2].strip().splitlines() if x[:1] != "["]  # what MindSpore logs while it ends

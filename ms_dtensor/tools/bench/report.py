@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page of one or more runs of `run.py`: plots, the field's tables, what differs between runs. Needs nothing but itself.
+"""One page of one or more runs: plots, the field's tables, what differs between runs. The page needs nothing but itself.
 
-    python scripts/bench/cluster/report.py runs/cluster/monday [runs/cluster/tuesday ...] [--out page.html]
+    python -m ms_dtensor bench report runs/cluster/monday [runs/cluster/tuesday ...] [--out page.html]
 
 The first run is what the others are compared with. What failed is said. Not a measurement: every figure is in a JSON file of
 a run's folder.
@@ -16,13 +16,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from ms_dtensor.debug import svg  # noqa: E402
-from scripts.bench.cluster import columns  # noqa: E402
-from scripts.bench.cluster.arithmetic import KNOWN  # noqa: E402
-from scripts.bench.cluster.pieces import FACTS, PIECE, read  # noqa: E402
+from ...debug import svg
+from ...errors import ConfigError
+from . import columns
+from .arithmetic import KNOWN
+from .pieces import FACTS, PIECE, read
 
 STYLE = """
 :root{font:15px/1.5 system-ui,"Segoe UI","Noto Sans","Noto Sans CJK SC",sans-serif;color:#1b1f24;background:#fff}
@@ -63,10 +61,10 @@ class Loaded:
 
 
 def load(folder: Path, name: str) -> Loaded:
-    """ValueError names what is no run, and a file that is damaged."""
+    """ConfigError names what is no run, and a file that is damaged."""
     if not (folder / "run.json").is_file():
-        raise ValueError(f"For '{folder}', there is no run: it has no run.json.\n  rule:     run.py writes it into --out.\n"
-                         "  fix:      name that folder")
+        raise ConfigError(f"For '{folder}', there is no run: it has no run.json.", str(folder),
+                          "`python -m ms_dtensor bench` writes it into --out.", "name that folder")
     facts = read(folder / "run.json", FACTS)
     pieces = [read(p, PIECE) for p in sorted((folder / "pieces").glob("*.json"))]
     failed = {p.stem: p.read_text(encoding="utf-8", errors="replace") for p in sorted((folder / "pieces").glob("*.failed"))}
@@ -292,19 +290,18 @@ def page(folders: Sequence[Path]) -> str:
     return "".join(out)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str]) -> int:
+    """`bench report`; exit code 2 if a folder is no run."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor bench report",
+                                     description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
     options = parser.parse_args(argv)
     try:
         options.out.write_text(page(options.runs), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+    except (OSError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(options.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,8 @@ figures that others published are in `known.json`, each with its source; a peak 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,18 @@ def efficiency(rows: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
     if len(batches) > 1:
         raise ValueError(f"For 'efficiency', the rows are of no {kind} scaling: {sorted(batches)} sequences.")
     return [row["tokens_s_p"] / rows[0]["tokens_s_p"] for row in rows]
+
+
+def sample(fn: Callable[[], object], calls: int) -> float:
+    """Microseconds per call of one short burst."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def warm_sample(fn: Callable[[], object], calls: int, settle: Callable[[], object] = lambda: None) -> float:
+    """Microseconds per call, after some that bring the process back into the caches: it was another's turn before."""
+    sample(fn, calls // 4)
+    settle()
+    return sample(fn, calls)
