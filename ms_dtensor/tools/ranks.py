@@ -24,7 +24,7 @@ from .guard import Diverged
 
 FAILED = "ms_dtensor: failed"  # who started the ranks finds the one that failed first by this line
 NODE = "MS_DTENSOR_NODE"  # which machine of the run this is; the launcher says it
-LINGER = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
+PARTING_SECONDS = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
 DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
 CHATTER = re.compile(r"^\[(INFO|WARNING)\] [A-Z_]+\(.*\n?", re.M)  # MindSpore's own lines behind a traceback
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
@@ -83,7 +83,7 @@ def guarded(run: Callable[[], None]) -> int:
                 why += "\n".join((f"HCCL's {told[0]}: {told[1]}", *(f"  {way}" for way in told[2])))
         print(f"{FAILED} rank={who} time={time.monotonic():.3f}\n{why}", file=sys.stderr, flush=True)
         if world_size() > 1:
-            time.sleep(LINGER)
+            time.sleep(PARTING_SECONDS)
         return code
     return 0
 

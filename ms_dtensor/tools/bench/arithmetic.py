@@ -82,8 +82,8 @@ def sample(fn: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def warm_sample(fn: Callable[[], object], calls: int, settle: Callable[[], object] = lambda: None) -> float:
+def warm_sample(fn: Callable[[], object], calls: int, wait: Callable[[], object] = lambda: None) -> float:
     """Microseconds per call, after some that bring the process back into the caches: it was another's turn before."""
     sample(fn, calls // 4)
-    settle()
+    wait()
     return sample(fn, calls)

@@ -71,10 +71,10 @@ def load(folder: Path, name: str) -> Loaded:
     return Loaded(name, facts, pieces, failed)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     def line(cells: Sequence[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(columns.shown(c))}</{tag}>" for c in cells) + "</tr>"
-    return f'<div class="scroll"><table>{line(head, "th")}{"".join(line(r, "td") for r in rows)}</table></div>'
+        return "<tr>" + "".join(f"<{tag}>{escape(columns.as_text(c))}</{tag}>" for c in cells) + "</tr>"
+    return f'<div class="scroll"><table>{line(titles, "th")}{"".join(line(r, "td") for r in rows)}</table></div>'
 
 
 def details(title: str, *content: str) -> str:
@@ -180,8 +180,8 @@ def compute(runs: Sequence[Loaded]) -> str:
             found = [{f"{r['op']} {r['shape']}": r[key] for r in run.rows("compute") if r["type"] == dtype and r[key]}
                      for run in runs]
             out.append(bar_section(runs, found, dtype, unit))
-    head = ("op", "shape", "type", "time(us)", "fastest", "slowest", "TFLOP/s", "of peak", "peak TFLOP/s", "GB/s")
-    tables = [details(f"{run.name}: all rows", table(head, [
+    titles = ("op", "shape", "type", "time(us)", "fastest", "slowest", "TFLOP/s", "of peak", "peak TFLOP/s", "GB/s")
+    tables = [details(f"{run.name}: all rows", table(titles, [
         (r["op"], r["shape"], r["type"], r["time"], r["fastest"], r["slowest"], r["tflops"], r["share"], r["peak"], r["gbs"])
         for r in run.rows("compute")])) for run in runs]
     peaks = "; ".join(f"{p['device']}: " + ", ".join(f"{k} {v}" for k, v in p.items() if k not in ("device", "source"))
@@ -192,8 +192,8 @@ def compute(runs: Sequence[Loaded]) -> str:
 
 def dispatch(runs: Sequence[Loaded]) -> str:
     found = [{r["op"]: r["added"] for r in run.rows("dispatch")} for run in runs]
-    head = ("op", "mode", "plain", "ours", "added", "floor added")
-    tables = [details(f"{run.name}: all rows", table(head, [[r[k] for k in head] for r in run.rows("dispatch")]))
+    titles = ("op", "mode", "plain", "ours", "added", "floor added")
+    tables = [details(f"{run.name}: all rows", table(titles, [[r[k] for k in titles] for r in run.rows("dispatch")]))
               for run in runs]
     return legend(runs) + charts(bar_section(runs, found, "added by a DTensor", "us")) + "".join(tables)
 
@@ -213,11 +213,11 @@ def llama(runs: Sequence[Loaded]) -> str:
                 for run, rows in zip(runs, here, strict=True)]
     for name, key, make in (("MindFormers'", "mindformers", columns.mindformers),
                             ("MindSpeed-LLM's", "mindspeed", columns.mindspeed)):
-        head, rows = make([], "")
+        titles, rows = make([], "")
         for run, mine in zip(runs, plain, strict=True):
             hardware = f"{run.name}: {run.world['device']} x {run.world['ranks']}"
             rows = [*rows, *make(mine, hardware)[1][len(make([], "")[1]):]]  # the published ones once
-        out.append(f"<h3>In {name} columns</h3>{table(head, rows)}<p>Published rows: {escape(KNOWN[key]['source'])}.</p>")
+        out.append(f"<h3>In {name} columns</h3>{table(titles, rows)}<p>Published rows: {escape(KNOWN[key]['source'])}.</p>")
     return "".join(out)
 
 
@@ -236,9 +236,9 @@ def scaling(runs: Sequence[Loaded]) -> str:
 
 def checkpoint(runs: Sequence[Loaded]) -> str:
     found = [{r["what"]: r["gbs"] for r in run.rows("checkpoint")} for run in runs]
-    head = ("what", "ranks", "bytes", "seconds", "gbs", "gbs_p")
-    names = (*head[:4], "GB/s", "GB/s/p")
-    tables = [details(f"{run.name}: all rows", table(names, [[r[k] for k in head] for r in run.rows("checkpoint")]))
+    titles = ("what", "ranks", "bytes", "seconds", "gbs", "gbs_p")
+    names = (*titles[:4], "GB/s", "GB/s/p")
+    tables = [details(f"{run.name}: all rows", table(names, [[r[k] for k in titles] for r in run.rows("checkpoint")]))
               for run in runs]
     return legend(runs) + charts(bar_section(runs, found, "all ranks together", "GB/s")) + "".join(tables)
 
@@ -265,7 +265,7 @@ def page(folders: Sequence[Path]) -> str:
     labels = [load(folder, "").facts["label"] for folder in folders]
     runs = [load(folder, label if labels.count(label) == 1 else f"{label} {i + 1}")
             for i, (folder, label) in enumerate(zip(folders, labels, strict=True))]
-    head = ("run", "date", "device", "ranks", "nodes", "backend", "suite", "MindSpore", "commit")
+    titles = ("run", "date", "device", "ranks", "nodes", "backend", "suite", "MindSpore", "commit")
     facts = [(r.name, r.facts["date"], r.world["device"], r.world["ranks"], r.facts["nodes"], r.world["backend"],
               r.facts["suite"], r.facts["versions"].get("mindspore"), r.facts["commit"]) for r in runs]
     out = ["<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -273,7 +273,7 @@ def page(folders: Sequence[Path]) -> str:
            f"<style>{STYLE}</style></head><body><h1>Cluster benchmarks of ms_dtensor</h1>"]
     if any(r.world["kind"] == "cpu" for r in runs):
         out.append('<p class=warn>Taken on CPUs: these figures show that the scripts run, and nothing about a cluster.</p>')
-    out += [table(head, facts), headlines(runs)]
+    out += [table(titles, facts), headlines(runs)]
     there = [(key, title, make) for key, (title, make) in SECTIONS.items()
              if any(columns.scaling(r.rows("llama")) if key == "scaling" else r.rows(key) for r in runs)]
     out.append("<nav>" + "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in there) + "</nav>")
