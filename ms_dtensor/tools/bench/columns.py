@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the benchmarks as tables that people know: nccl-tests', hccl_test's, MindFormers' and MindSpeed-LLM's columns.
 
-Pure: a table is (head, rows) of what is as_text. None is as_text as "n/a": not measured, or nothing to divide by.
+Pure: a table is (head, rows) of what is shown. None is shown as "n/a": not measured, or nothing to divide by.
 """
 from __future__ import annotations
 
