@@ -89,8 +89,6 @@ FAULTS = [
           "if len(sums) == 1 and is_blank(grad) else None", "if len(sums) == 1 else None"),
     Fault("gradients are copied one by one", "ms_dtensor/parallel/sharding/reduce.py", f"{BRANCH} -k packing",
           "if len(sums) == 1 and is_blank(grad) else None", "if not sums else None"),
-    Fault("a second use of a parameter is forgotten", "ms_dtensor/parallel/sharding/call.py", f"{SUMS} -k packed_together",
-          "        if (self, key) in unit.reduction.taken:", "        if False:"),
     Fault("a piece of columns is taken for one of rows", "ms_dtensor/comm/parts.py", f"{SUMS} -k packed_together",
           "        return math.prod(self.shapes[i][:self.dims[i]])", "        return 1"),
     Fault("alike parameters are unpacked one by one", "ms_dtensor/comm/parts.py", f"{BRANCH} -k packing",

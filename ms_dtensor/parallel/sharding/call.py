@@ -299,7 +299,7 @@ class Call:
 
     def _take(self, key: int, grad: Tensor) -> Tensor | None:
         unit = self.unit
-        if (self, key) in unit.reduction.taken:  # a second use: the two are added up in the dtype of the reduction
+        if (self, key) in unit.reduction.taken:  # autograd adds up uses before; one more goes to it
             return None
         unit.reduction.taken[self, key] = grad
         return blank(grad._shape, unit.place[key][0].reduce_dtype)
