@@ -59,7 +59,7 @@ def test_without_an_npu_it_says_why_and_fails_within_a_second(tmp_path):
 
 
 def test_a_rank_that_mindspore_starts_for_the_cpu_runs_nothing(monkeypatch):
-    from model_zoo.llama import ranks as started
+    from ms_dtensor.tools import ranks as started
     from scripts.ascend import ranks
 
     monkeypatch.setattr(started, "start_device", lambda: "cpu")
