@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ms_dtensor.tools.ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "MS_DTENSOR_RUN"
@@ -144,18 +144,6 @@ def report(obj: Any) -> None:
     """Called on a rank: hands `obj` to the test, at once, so that a later crash does not lose it."""
     with open(Path(os.environ[REPORTS]) / f"rank_{os.environ['RANK_ID']}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(obj) + "\n")
-
-
-def free_port() -> int:
-    """A port nobody listens on, below the range that the system hands out: it stays free until msrun binds."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
 
 
 def marked(mark: str) -> list[Any]:

@@ -24,7 +24,7 @@ from .guard import Diverged
 
 FAILED = "ms_dtensor: failed"  # who started the ranks finds the one that failed first by this line
 NODE = "MS_DTENSOR_NODE"  # which machine of the run this is; the launcher says it
-PARTING_SECONDS = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
+PARTING_SECONDS = 3.0  # msrun kills all ranks when the first one leaves, and each is to say its reason before
 DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
 CHATTER = re.compile(r"^\[(INFO|WARNING)\] [A-Z_]+\(.*\n?", re.M)  # MindSpore's own lines behind a traceback
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)

@@ -16,7 +16,8 @@ import pytest
 from ms_dtensor.comm.agree import check_every
 from ms_dtensor.comm.shm import segment
 from ms_dtensor.errors import ConfigError
-from tests.msrun import PATIENCE, ROOT, free_port
+from ms_dtensor.tools.ranks import free_port
+from tests.msrun import PATIENCE, ROOT
 
 
 def four_parts(error: ConfigError) -> None:

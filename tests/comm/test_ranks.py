@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from ms_dtensor.comm import world
-from tests.msrun import PATIENCE, free_port, run_ranks
+from ms_dtensor.tools.ranks import free_port
+from tests.msrun import PATIENCE, run_ranks
 
 HERE = pathlib.Path(__file__).parent
 

@@ -132,18 +132,17 @@ class Job:
     def gradients(self, grads, saved) -> list:
         """Those of the operands; the event of the backward."""
         executor = self.executor
-        asked = sum(1 for _, _, wanted in self.operands if wanted)
+        came = [g for g in grads if g is not None]
+        given, asked = came[0] if came else None, sum(1 for _, _, wanted in self.operands if wanted)
         view = self.what.view and self.what.op not in _SEVERAL  # a sum of what came of each
-        read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
+        read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *came))
         written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
-        at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
-                           self.dtypes[0])
+        at = executor.note(self.what.op, "backward", self.site, cost, read, written, came, self.dtypes[0])
         shape = self.operands[0][0]
         if executor.on_host and (own := stays(self.what.op, prod(shape))):
             executor.ledger.kernels[self.what.op, shape] = own
-        given = next((g for g in grads if g is not None), None)
         out: list = []
         for i, (shape, dtype, wanted) in enumerate(self.operands):
             if not wanted:
@@ -153,7 +152,7 @@ class Job:
             elif view and given is not None and given.dtype == dtype and prod(shape) == prod(given._shape):
                 out.append(executor.view(self.what.op, given, shape))
             else:
-                _until_it_is_there = executor.read(self.what, [g for g in grads if g is not None])  # each has a kernel
+                _until_it_is_there = executor.read(self.what, came)  # each has a kernel
                 out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
                 del _until_it_is_there
         _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this

@@ -35,6 +35,7 @@ from .sums import blank
 
 _LARGE = 8  # more than one in so many of a row's elements: a large column
 
+
 class Block:
     """Parameters of one dtype of a unit.
 

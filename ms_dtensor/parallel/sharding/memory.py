@@ -89,9 +89,8 @@ class HostMemory(Memory):
         if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat: Any = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
-        places = zip(self.shapes, self.starts)
-        self._kind = kind
-        self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
+        self._elements: np.ndarray = np.ndarray((self.starts[-1],), kind, self._flat)
+        self.arrays: list[np.ndarray] = [self.joined(i, i + 1).reshape(shape) for i, shape in enumerate(self.shapes)]
 
     def tensor(self, i: int) -> Tensor:
         return Tensor.from_numpy(self.arrays[i])
@@ -100,8 +99,7 @@ class HostMemory(Memory):
         return self.arrays[i]
 
     def joined(self, first: int, stop: int) -> np.ndarray:
-        at = self.starts[first]
-        return np.ndarray((self.starts[stop] - at,), self._kind, self._flat, at * self._kind.itemsize)
+        return self._elements[self.starts[first]:self.starts[stop]]
 
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies here."""

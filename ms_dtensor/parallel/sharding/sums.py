@@ -60,34 +60,32 @@ class Sums:
         self._work, self._widths = block.reduce(grads, when)  # whole gradients may go before the backward ends
         self._numbers = {id(block.params[i]): i for i in grads}
         self._memory: Tensor | None = None  # of which callers have been handed places
-        self._places: dict[int, Tensor] = {}
         self._handed = set[int]()
 
     def has(self, key: int) -> bool:
         """Whether the parameter of this id has a summand in it."""
         return key in self._numbers
 
-    @property
-    def _stays(self) -> bool:
-        """Whether what this gives is no gradient yet, or goes elsewhere."""
-        return self._of.main or self._of.copies is not None and not self._of.sync_copies
-
     def place(self, key: int) -> Tensor | None:
         """Where the gradient of the parameter of this id will lie, whose caller is handed it; None: it has no such place."""
-        dtypes = [self._block.params[i].dtype for i in self._widths]
-        if self._stays or any(dtype != dtypes[0] for dtype in dtypes):
-            return None
-        if self._memory is None:
-            coming, dry = self._work.pending_result, executing()
-            if coming is not None and coming.dtype == dtypes[0]:
-                self._memory = coming if dry is None else dry.ledger.is_now(coming, "gradients")
-            else:
-                shape = sum(self._widths.values()),
-                self._memory = ms.mint.empty(shape, dtype=dtypes[0]) if dry is None else \
-                    dry.ledger.new(shape, dtypes[0], "gradients")
-            self._places = self._block.shards(self._widths, self._memory)
-        self._handed.add(key)
-        return self._places[self._numbers[key]]
+        place = self._places.get(self._numbers[key])
+        if place is not None:
+            self._handed.add(key)
+        return place
+
+    @functools.cached_property
+    def _places(self) -> dict[int, Tensor]:
+        """Where gradients will lie, by number; none if sums are no gradients yet, go elsewhere, or are of several dtypes."""
+        of, (dtype, *others) = self._of, [self._block.params[i].dtype for i in self._widths]
+        if of.main or of.copies is not None and not of.sync_copies or any(other != dtype for other in others):
+            return {}
+        coming, dry = self._work.pending_result, executing()
+        if coming is not None and coming.dtype == dtype:
+            self._memory = gradient(coming)
+        else:
+            shape = sum(self._widths.values()),
+            self._memory = ms.mint.empty(shape, dtype=dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
+        return self._block.shards(self._widths, self._memory)
 
     def finish(self) -> dict[int, Tensor]:
         """Waits. Gives gradients by id of the parameter, but those that lie in places that were handed out."""

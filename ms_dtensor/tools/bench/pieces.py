@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...core.files import replacing
 from ...errors import ConfigError
 
 FACTS = {"label": str, "date": str, "commit": str | None, "versions": dict, "nodes": int, "slots": int, "suite": str,
@@ -41,9 +42,8 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.rename(path)
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _damaged(path: Path, why: str) -> ConfigError:
