@@ -98,6 +98,15 @@ def backward_hook_on_net(s):
     return grads, seen
 
 
+@row(HOOKS, "backward hooks where nobody asks for the inputs' gradients")
+def backward_hook_without_inputs(s):
+    net, seen = s.net(), []
+    for cell in (net, net.up):
+        cell.register_backward_hook(
+            lambda cell, grad_input, grad_output: seen.append((1.0 * (grad_input[0] is None), grad_output[0])))
+    return gradients(net, s), gradients(net, s), seen
+
+
 @row(HOOKS, "backward hooks and pre-hooks on the same cells")
 def both_backward_hooks(s):
     net, seen = s.net(), []

@@ -4,7 +4,8 @@
 MindSpore hands a hook the local tensor that arrives at the hooked node. For a DTensor that is a shard of the gradient in
 the layout which the tensor's producer expects, so it is said to be that. A tensor that was redistributed may answer for
 its varying form past its own node (`dispatch/operands.py`); one with a hook may not. A parameter whose gradient a bucket
-reduces later has its hooks run by the bucket. `Cell.register_backward_hook` works by a node around inputs and outputs.
+reduces later has its hooks run by the bucket. `Cell.register_backward_hook` works by a node around inputs and outputs; a
+backward that wants no gradient of the inputs does not come to the first of them, so then hooks run when it ends.
 """
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from mindspore import Tensor, nn
 from ...comm.packing import copy, write
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
-from ...internals.names import CellBackwardHook, Function, HookBackward, InsertGradientOf, NoFallbackGuard, TensorHookHandle
+from ...internals.names import (
+    CellBackwardHook,
+    Function,
+    HookBackward,
+    InsertGradientOf,
+    NoFallbackGuard,
+    TensorHookHandle,
+    executor,
+)
 from ..cotangent import summed_gradient
 from ..operands import as_local, local_alias, redistribute, wrap
 from .undo import Patched
@@ -164,12 +173,28 @@ def _local(result, grad, layout: Layout):
 
 
 class _Call:
-    """One call of a cell with a backward hook: layouts of inputs and outputs, and the outputs' gradients."""
+    """One call of a cell with a backward hook: layouts of the inputs, and the outputs' gradients of a backward."""
 
     def __init__(self, cell):
         self.cell = cell
         self.inputs: list | None = None  # layouts, None for a plain tensor
-        self.grad_output: tuple = ()
+        self.grad_output: tuple | None = None  # from when the outputs' node has run until hooks have
+
+    def left(self, grads):
+        """The backward has come to the outputs; whether it comes to the inputs is known when it ends."""
+        self.grad_output = grads
+        executor.queue_backward_final_callback(self.end)
+        return grads
+
+    def run(self, grads):
+        """Hooks are given the inputs' gradients, of which a backward that wants none of them has none."""
+        told, self.grad_output = self.grad_output, None
+        return _run_hooks(self.cell._backward_hook, self.cell, grads, told)
+
+    def end(self) -> None:
+        """As in MindSpore, hooks are called all the same; what they return is nobody's gradient."""
+        if self.grad_output is not None:
+            self.run((None,) * len(self.inputs or ()))
 
 
 class _Hooked(Function):
@@ -224,13 +249,9 @@ def _cell_hook(original):
         if at is None or (at.inputs is None and not has):
             return original(self, args)
         if at.inputs is None:
-            out, at.inputs = _apply(args, lambda grads: _run_hooks(hooks, cell, grads, at.grad_output))
+            out, at.inputs = _apply(args, at.run)
             return out
-
-        def keep(grads):
-            at.grad_output = grads
-            return grads
-        return _apply(args, keep)[0]
+        return _apply(args, at.left)[0]
     return call
 
 
