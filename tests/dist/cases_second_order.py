@@ -6,7 +6,7 @@ import itertools
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint
+from mindspore import mint, ops
 
 from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, grad
 from tests.cases import case
@@ -40,6 +40,11 @@ FUNCTIONS = {
     "rows scaled by their sums": lambda a, b: ((mint.transpose(a, 0, 1).sum(0, keepdim=True) * mint.reshape(b, (-1, 1))) ** 3
                                                ).sum() + mint.softmax(a, 1)[:, 0].exp().sum(),
     "moved by hand": lambda a, b: (mint.matmul(laid_out(a, S(0)) * laid_out(a, R), laid_out(b, S(1))) ** 3).sum(),
+}
+
+LAYERS = {  # as `nn.Dense` and `mint.nn.Linear` compute; both arguments give weights and biases
+    "a dense layer": lambda a, b: (ops.bias_add(mint.matmul(a, b), a[0, :3]) ** 3).sum(),
+    "a linear layer": lambda a, b: (mint.nn.functional.linear(a, mint.transpose(b, 0, 1), b[0] * a[1, :3]) ** 3).sum(),
 }
 
 
@@ -89,6 +94,12 @@ def _everywhere(mesh, f, what, a, b, rtol=1e-6):  # a mean's factor is a float32
 def second_and_third_derivatives_are_one_devices_on_any_layout(world):
     for what, f in sampled(FUNCTIONS.items(), 2):
         _everywhere(mesh_1d(), f, what, wide(1, 4, 8), wide(2, 8, 3))  # the last rank's share of 3 columns is empty
+
+
+@case(world_size=4, timeout=180)
+def they_are_of_layers_with_a_bias(world):
+    for what, f in LAYERS.items():
+        _everywhere(mesh_1d(), f, what, wide(1, 4, 8), wide(2, 8, 3))
 
 
 @case(world_size=4, timeout=180)

@@ -29,9 +29,9 @@ LINEAR = frozenset("""
     reshape view_as flatten flatten_primitive permute swap matrix_transpose unsqueeze squeeze expand expand_as tile split
     chunk split_equal unbind cat stack meshgrid slice strided_slice narrow select gather gather_nd take take_along
     embedding index index_select diag diag_all diagonal trace tril triu sum mean add_n cumsum roll flip repeat_interleave
-    pad_pairs copy
+    pad_pairs copy bias_add
 """.split())
-BILINEAR = frozenset(("matmul", "outer"))
+BILINEAR = frozenset(("matmul", "outer", "linear"))  # the last one with a bias, too
 
 
 def to_any_order(op: str):
@@ -108,7 +108,11 @@ class Bilinear(Function):
 
 
 def bilinear_node(function, tensors):
-    """`function((a, b))`, linear in each, as one node that is right to any order."""
+    """`function((a, b))`, linear in each, as one node that is right to any order; what is linear in the others is added."""
+    if tensors[2:]:
+        none = [ops.zeros(x._shape, x.dtype) for x in tensors]
+        product = bilinear_node(lambda both: function([*both, *none[2:]]), tensors[:2])
+        return product + linear_node(lambda others: function([*none[:2], *others]), tensors[2:])
     a, b = (ops.stop_gradient(_plain(x)) for x in tensors)
     maps = (lambda y, g: _transposed(lambda xs: [function([xs[0], y])], [a], [g])[0],
             lambda x, g: _transposed(lambda xs: [function([x, xs[0]])], [b], [g])[0],
