@@ -244,3 +244,36 @@ def test_where_ops_are_issued_asynchronously_dispatch_waits_for_nothing():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))})
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
+
+
+def test_a_gradient_function_is_made_once():
+    """MindSpore's own is made at each call, which takes longer than an op does."""
+    from ms_dtensor.internals.names import composite
+    x, plain = laid(S(0)), Tensor(np.ones((4, 4), np.float32))
+
+    def square(t):
+        return (t * t).sum()
+    for gradient in (md.grad(square), md.value_and_grad(square), md.grad(lambda t: (square(t), t), has_aux=True)):
+        for t in (x, plain):
+            gradient(t)
+            profile = cProfile.Profile()
+            profile.runcall(gradient, t)
+            assert composite._Grad.__init__.__code__ not in [entry.code for entry in profile.getstats()]
+
+
+def test_a_gradient_function_made_once_is_mindspores():
+    """Under no_grad it is refused as there, and patches that were put in place since are met."""
+    from ms_dtensor.dispatch import patches
+    from ms_dtensor.internals.names import no_grad
+    plain = Tensor(np.arange(3, dtype=np.float32))
+    gradient = md.grad(lambda t: (t * t).sum())
+    patches.uninstall()
+    try:
+        assert gradient(plain).asnumpy().tolist() == [0, 2, 4]
+    finally:
+        patches.install()
+    with no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        gradient(plain)
+    x = laid(S(0))
+    assert isinstance(gradient(x), md.DTensor)
+    np.testing.assert_array_equal(gradient(x).full_tensor().asnumpy(), 2 * x.full_tensor().asnumpy())

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`value_and_grad` and `grad`: MindSpore's own, under names that say what comes back.
 
-MindSpore's functions give DTensors for DTensors by themselves (`dispatch/patches/gradients.py`).
+MindSpore's functions give DTensors for DTensors by themselves (`dispatch/patches/gradients.py`). At each call they make the
+function that they then run, which takes longer than an op does; here it is made once.
 """
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import mindspore as ms
 from mindspore import Tensor
+
+from ..internals.names import composite, context, context_keys, enabled
 
 
 def value_and_grad(fn, grad_position=0, weights=None, has_aux=False):
@@ -26,7 +34,7 @@ def value_and_grad(fn, grad_position=0, weights=None, has_aux=False):
         >>> value.item(), gradient
         (5.0, DTensor(f32[1@tp, 2], mesh=(tp=1), rank 0 holds [1, 2]))
     """
-    return ms.value_and_grad(fn, grad_position, _listed(weights), has_aux)
+    return _made_once(ms.value_and_grad(fn, grad_position, _listed(weights), has_aux))
 
 
 def grad(fn, grad_position=0, weights=None, has_aux=False):
@@ -38,8 +46,30 @@ def grad(fn, grad_position=0, weights=None, has_aux=False):
         >>> md.grad(lambda x: (x * x).sum())(md.ones(2, device_mesh=mesh)).to_local()
         Tensor(shape=[2], dtype=Float32, value= [ 2.00000000e+00,  2.00000000e+00])
     """
-    return ms.grad(fn, grad_position, _listed(weights), has_aux)
+    return _made_once(ms.grad(fn, grad_position, _listed(weights), has_aux))
 
 
 def _listed(weights):
     return weights if weights is None or isinstance(weights, Tensor) else list(weights)
+
+
+def _made_once(gradient: Callable) -> Callable:
+    """A gradient function of MindSpore's, as it is; in PyNative mode what it makes at each call is kept for the next."""
+    if not isinstance(gradient, FunctionType):
+        return gradient
+    told = dict(zip(gradient.__code__.co_freevars, (cell.cell_contents for cell in gradient.__closure__ or ())))
+    if "grad_" not in told or "fn_" not in told:  # of graph mode, or of another release
+        return gradient
+    make, fn = told["grad_"], told["fn_"]
+    rest = (told.get("weights"), *((told["grad_position"],) if "grad_position" in told else ()))
+    made: Any = None  # (MindSpore's decorator when it was made, which is patched; what it is)
+
+    @functools.wraps(gradient)
+    def run(*args, **kwargs):
+        nonlocal made
+        if context.get_param(context_keys.mode) != ms.PYNATIVE_MODE or not enabled():
+            return gradient(*args, **kwargs)
+        if made is None or made[0] is not composite._wrap_func:
+            made = composite._wrap_func, make(fn, *rest)
+        return made[1](*args, **kwargs)
+    return run
