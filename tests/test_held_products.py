@@ -133,6 +133,27 @@ def test_between_the_parts_only_operands_of_products_are_held():
     assert not living()
 
 
+def test_products_of_one_input_hold_it_once():
+    """A view of it, which MindSpore's kernels copy, would be held by each of them."""
+    class Two(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Dense(8, 5), nn.Dense(8, 5)
+
+        def construct(self, x):
+            x = mint.tanh(x)
+            return self.a(x) * self.b(x)
+    stage, saved = stage_of(Two(), False), []
+
+    def pack(x):
+        saved.append((tuple(x._shape), x.data_ptr()))
+        return x
+    with ms.saved_tensors_hooks(pack, lambda x: x):
+        made = stage.record((drawn(4, 8),), {}, lambda y: (y ** 3).mean(), in_parts=True)
+    assert len({at for shape, at in saved if shape == (4, 8)}) == 1, saved
+    made.drop()
+
+
 def test_parts_come_once_and_in_order():
     stage = stage_of(nn.Dense(8, 4), False)
     made = stage.record((drawn(4, 8),), {}, None, in_parts=True)

@@ -31,10 +31,11 @@ def leaves(tree, kind: type) -> list:
     """The leaves of a kind, in order of appearance; in an object of another kind none."""
     if isinstance(tree, kind):
         return [tree]
-    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
-        tree = [getattr(tree, k, None) for k in tree.__dataclass_fields__]
-    if not isinstance(tree, Iterable):
-        return []
+    if tree.__class__ is not tuple and tree.__class__ is not list:  # the commonest, of which the rest need not be asked
+        if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+            tree = [getattr(tree, k, None) for k in tree.__dataclass_fields__]
+        if not isinstance(tree, Iterable):
+            return []
     out: list = []
     for v in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(v, kind):  # without a call: this runs at every use of a DFunction

@@ -21,7 +21,16 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ..core.tree import leaves
-from ..internals.names import Function, NoFallbackGuard, executor, run_backward, set_requires_grad
+from ..internals.names import (
+    Function,
+    NoFallbackGuard,
+    detach,
+    enabled,
+    executor,
+    recording,
+    run_backward,
+    set_requires_grad,
+)
 from . import classes, modes
 from .memo import memo_of
 from .op_call import OpCall, op_name, refill
@@ -60,7 +69,7 @@ class Holding:
         if id(x) not in self.gates:
             layout = getattr(x, "_layout", None)
             with NoFallbackGuard():
-                out = make(kind or (GatedTensor if layout is None else classes.GATED), ms.ops.stop_gradient(local_alias(x)))
+                out = make(kind or (GatedTensor if layout is None else classes.GATED), detach(local_alias(x)))
             set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout
@@ -84,61 +93,69 @@ class Holding:
         if isinstance(out, Tensor) and out._requires_grad and all(id(x) in self.weights for x in given):
             self.weight(out)
 
-    def product(self, run: Callable[[list], Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    def product(self, run: Callable[..., Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         """The result of a product of weights and others; `given`: operands before anything was done to them."""
-        others = [i for i, x in enumerate(given) if id(x) not in self.weights]
-        if not others or len(others) == len(given) or not all(operands[i].is_floating_point() for i in others):
-            return run(list(operands))
-
-        def on(xs: list[Tensor]) -> Tensor:
-            filled = list(operands)
-            for i, x in zip(others, xs):
-                filled[i] = x
-            return run(filled)
-        return _Held.apply(self, self.anchor, on, *(local_alias(operands[i]) for i in others))
+        weights = self.weights
+        others = [i for i, x in enumerate(given) if id(x) not in weights]
+        if not others or len(others) == len(given) or not all([operands[i].is_floating_point() for i in others]):
+            return run(*operands)
+        return _Held.apply(self, self.anchor, run, operands, others, *[local_alias(operands[i]) for i in others])
 
 
 class _Held(Function):
     """A product with a graph of its own."""
 
     @staticmethod
-    def forward(ctx, store: Holding, anchor, run: Callable, *xs):
-        cut = [x.view(x._shape) for x in xs]  # unrecorded here, and so a leaf
-        for leaf, x in zip(cut, xs):
-            set_requires_grad(leaf, x._requires_grad)
-        was = executor.grad_flag(), executor.enable_grad()
+    def forward(ctx, store: Holding, anchor, run: Callable, operands: Sequence[Tensor], others: list[int], *xs):
+        filled, cut = list(operands), []
+        for i, x in zip(others, xs):
+            leaf = filled[i] = detach(x)
+            if x._requires_grad:
+                set_requires_grad(leaf, True)
+            cut.append(leaf)
+        was = recording(), enabled()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)
         store.cutting = True
         try:
-            y = run(cut)
+            y = run(*filled)
         finally:
             store.cutting = False
             executor.set_grad_flag(was[0])
             executor.set_enable_grad(was[1])
         ctx.held = store, cut, y
-        return y.view(y._shape)
+        return detach(y)
 
     @staticmethod
     def backward(ctx, dy):
         (store, cut, y), ctx.held = ctx.held, None
-        asked = tuple(x for x in cut if x._requires_grad)
-        found = iter(run_backward((y,), (dy,), True, False, asked, True, accumulate_grad=False) if asked else ())
+        asked = tuple([x for x in cut if x._requires_grad])
+        found = run_backward((y,), (dy,), True, False, asked, True, accumulate_grad=False) if asked else ()
         store.products.append((y, dy))
-        return None, None, None, *(next(found) if x._requires_grad else None for x in cut)
+        if len(found) == len(cut):  # as a rule
+            return None, None, None, None, None, *found
+        it = iter(found)
+        return None, None, None, None, None, *(next(it) if x._requires_grad else None for x in cut)
 
 
 def plain_product(store: Holding, func, args, kwargs) -> Any:
     """A call on plain tensors and gates, under the guard."""
-    primitive = None
+    primitive: Any = None
     if len(args) == 3 and isinstance(args[0], ms.ops.Primitive):
         primitive, _, args = args
-    given = leaves((args, kwargs or {}), Tensor)
-    call = OpCall(func, primitive, args, kwargs, given)
+    flat = not kwargs and all([isinstance(a, Tensor) for a in args])  # most products are of two tensors and of no more
+    given = args if flat else leaves((args, kwargs or {}), Tensor)
+    if flat and primitive is None:
+        run: Callable[..., Tensor] = func
+    elif flat:
+        def run(*xs):
+            return func(primitive, primitive.name, xs)
+    else:
+        call = OpCall(func, primitive, args, kwargs, given)
 
-    def run(xs: list) -> Tensor:
-        it = iter(xs)
-        return call.compute(*refill(tuple(args), it), **refill(kwargs or {}, it))
-    out = store.product(run, given, given) if modes.canonical(op_name(func)) in PRODUCTS else run(given)
+        def run(*xs):
+            it = iter(xs)
+            return call.compute(*refill(tuple(args), it), **refill(kwargs or {}, it))
+    out = store.product(run, given, given) if modes.canonical(op_name(func)) in PRODUCTS else run(*given)
     store.computed(given, out)
     return out

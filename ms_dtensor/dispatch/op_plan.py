@@ -228,7 +228,7 @@ class OpPlan:
         with NoFallbackGuard():
             store = holding.get() if grad else None
             if store is not None and self.op in PRODUCTS:
-                result = store.product(partial(self.local.run, call), operands, tensors)
+                result = store.product(lambda *xs: self.local.run(call, list(xs)), operands, tensors)
             else:
                 result = self.local.run(call, operands)
             if copied and self.local.abstract is None:  # a dry run's is one already
