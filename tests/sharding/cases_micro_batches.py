@@ -212,3 +212,34 @@ def parameters_that_are_unfrozen_later(world):
                 assert sums[0] == 0 and 0 < sums[1] <= (7 if way == "bucket_mb=0" else 5), sums
         collected(faults, way, steps)
     none_of(faults)
+
+
+@case(2)
+def a_parameter_is_frozen_in_the_last_one(world):
+    """MindSpore takes no gradient of what is frozen when the backward begins; what earlier ones owe of it is not lost."""
+    mesh, faults = data_mesh(world), []
+
+    def trained(net, now: bool) -> None:
+        net.blocks[0][0].weight.requires_grad = net.blocks[1][0].bias.requires_grad = now
+
+    def first(net):
+        def loss(x):
+            trained(net, True)
+            return (net(x) ** 2).mean()
+        return loss
+
+    def last(net):
+        def loss(x):
+            before = (net(x) ** 3).mean()
+            trained(net, False)
+            return before + (net(x) ** 2).mean()
+        return loss
+    for way in (*SHARDED, "zero1", "replicate", "bucket_mb=0"):
+        def steps(way=way):
+            plain, net = filled(Net()), filled(Net())
+            WAYS[way](net, mesh, net.blocks)
+            counts = summed(net, plain, mesh, [first, last])
+            sums = [c["all_reduce", "backward"] + c["reduce_scatter", "backward"] for c in counts]
+            assert sums[0] == sums[2] == 0 < sums[1] == sums[3], sums
+        collected(faults, way, steps)
+    none_of(faults)

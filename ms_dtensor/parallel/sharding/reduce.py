@@ -215,12 +215,13 @@ class Reduction:
         """Whole gradients of cut parameters as shards; zeros while they are owed or under way, and where nobody asks.
 
         `places`: of each its block and number there. `read`: in which order the forward has read them, which ranks compare.
+        Of one that is frozen by now MindSpore takes no gradient: what is owed of it stays so, and is delivered.
         """
         given: dict[Block, dict[int, Tensor]] = {block: {} for block in self.unit.blocks}
         out: dict[int, Tensor] = {}
         with NoFallbackGuard():
             for (block, i), g in zip(places, grads):
-                if asked_for(block.params[i]):
+                if block.params[i].requires_grad and asked_for(block.params[i]):
                     given[block][i] = self._with_owed(id(block.params[i]), g, block.reduce_dtype)
         for block, wholes in given.items():
             if not self.sync or not wholes:
@@ -329,6 +330,8 @@ class Reduction:
                        for i, key in asked.items() if key in self._owed or i in late}
             sums |= self._reduced(block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
+            for key in self._owed.keys() & gradients.keys() - self._places.keys():  # frozen since
+                self._add_bucket([self.params[key]])
             for bucket in self.buckets:
                 for i, key in enumerate(map(id, bucket.params)):
                     if key in self._owed and key in gradients:

@@ -163,12 +163,14 @@ class Player:
         if self.rank is not None and self.rank == step.odd and step.other is not None:
             micro = [*micro[:-1], step.other]
         batches, params = [self.batch(p) for p in micro], self.asked(step)
-        inputs = step.wrt in ("inputs", "both") or not params
+        inputs, frozen = step.wrt in ("inputs", "both") or not params, list[Any]()
 
         def fn(*xs):
             total = 0
             for k, one in enumerate(micro):
-                if k and step.between:
+                if k and step.between == "freeze":
+                    frozen.extend(self.turn(step))
+                elif k and step.between:
                     every = list(self.net.get_parameters())
                     p = every[step.which % len(every)]
                     write(p, ops.stop_gradient(p) * 0.5 + 0.125, "set_data" if self.copies else step.between)
@@ -182,10 +184,15 @@ class Player:
             return total
         place, weights = tuple(range(len(micro))) if inputs else None, params or None
         xs = [x for x, _ in batches]
-        if step.how == "grad":
-            value, grads = Tensor(0.0), ms.grad(fn, place, weights)(*xs)
-        else:
-            value, grads = (md if step.how == "md" and self.rank is not None else ms).value_and_grad(fn, place, weights)(*xs)
+        try:
+            if step.how == "grad":
+                value, grads = Tensor(0.0), ms.grad(fn, place, weights)(*xs)
+            else:
+                value, grads = (md if step.how == "md" and self.rank is not None else ms).value_and_grad(
+                    fn, place, weights)(*xs)
+        finally:
+            for p in frozen:
+                p.requires_grad = not p.requires_grad
         if inputs and params:
             of_inputs, of_params = grads
         else:
@@ -262,6 +269,14 @@ class Player:
                 place.remove()
         self.forget()
 
+    def turn(self, step: Step) -> list:
+        """A cell's parameters are frozen, or trained again; gives them."""
+        nodes = [c for _, c in self.net.cells_and_names() if isinstance(c, Node | nn.Dense | Embed)]
+        params = [p for p in nodes[step.which % len(nodes)].get_parameters() if not p.name.endswith("moving_mean")]
+        for p in params:
+            p.requires_grad = not p.requires_grad
+        return params
+
     def do(self, step: Step) -> dict[str, Any]:
         if step.kind == "train":
             return self.train(step)
@@ -276,10 +291,7 @@ class Player:
             p = params[step.which % len(params)]
             write(p, p * 0.75 + 0.125, step.how)
         elif step.kind == "freeze":
-            nodes = [c for _, c in self.net.cells_and_names() if isinstance(c, Node | nn.Dense | Embed)]
-            params = [p for p in nodes[step.which % len(nodes)].get_parameters() if not p.name.endswith("moving_mean")]
-            for p in params:
-                p.requires_grad = not p.requires_grad
+            self.turn(step)
         elif step.kind == "copy":
             self.net = copy.deepcopy(self.net)
         elif cells := [c for c in self.wrapped() if hasattr(c, "unshard")]:

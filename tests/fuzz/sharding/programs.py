@@ -56,7 +56,7 @@ class Step:
     wrt: str = "params"  # "params", "some", "inputs", "both"
     how: str = "md"  # whose value_and_grad; of a write, which function; of a raise, where from
     then: str = ""  # an optimizer's step, or an evaluation between the micro-batches
-    between: str = ""  # how a parameter is written between two forwards in one gradient
+    between: str = ""  # how a parameter is written between two forwards in one gradient; or "freeze": from then on a cell is
     which: int = 0  # number of a parameter, cell or wrap
     odd: int | None = None  # the rank whose last pass is `other`
     other: Pass | None = None
@@ -119,6 +119,7 @@ class _Draw:
 
     def __init__(self, seed: int, ranks: int, differs: bool):
         self.rng, self.ranks, self.differs, self.seed = np.random.default_rng([seed, differs]), ranks, differs, seed
+        self.later = np.random.default_rng([seed, differs, 1])  # what was thought of later: older seeds stay what they are
 
     def chance(self, p: float) -> bool:
         return bool(self.rng.random() < p)
@@ -257,6 +258,8 @@ class _Draw:
                 step.then = ""
             if any(len(m) > 1 for m in step.passes) and self.chance(.3):
                 step.between = self.one(*WRITES)
+            if any(len(m) > 1 for m in step.passes) and self.later.random() < .3:
+                step.between = "freeze"
         elif kind in ("eval", "broken"):
             step.passes, step.how = [[self.passed(program)]], self.one("md", "no_grad")
         elif kind == "raise":
@@ -324,6 +327,7 @@ TRAITS: dict[str, Callable[[Program], None]] = {
     "teacher": _parts(lambda p: setattr(p, "kind", "dense") if p.kind == "teacher" else None),
     "micro": _steps(lambda s: s.passes.__delitem__(slice(1, None))),
     "between": _steps(lambda s: setattr(s, "between", "")),
+    "frozen between": _steps(lambda s: setattr(s, "between", "" if s.between == "freeze" else s.between)),
     "checkpoint": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "checkpoint"]),
     "save": lambda p: [w.options.pop("save", None) for w in p.wraps] and None,
     "tp": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "tp"]),
