@@ -8,13 +8,15 @@ place of each feed-forward, 2 for a token ("ep": experts and batch over two rank
 and "long" those of "small" with 2 x 2048 and 1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's
 ring), "medium" 98 M (dim 768, 12 layers, 4 x 128 tokens), "toy" 0.66 M. Each variant has processes of its own, so that
 peaks of resident memory are its own, too; one thread and one core a process. In every round each variant makes one step
-while the others wait, so what else runs on the machine hits all alike, and every other round goes backwards; figures are
-medians over rounds after the first two. All variants but "half at once" begin with the same weights and make the same steps,
-which their losses show. "two at once" is the single-rank step on both ranks at the same time, without
-communication: how far two ranks that never wait for each other hinder each other; "half at once" the same on half a batch
-each: a data-parallel step whose reduction takes no time, the bound of data parallelism on this machine. "hand" is the same
-model with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B
-of as many microbatches as the batch has rows. All of MindSpore's variants have `train.compile`.
+while the others wait, so what else runs on the machine hits all alike, and every other round goes backwards; figures
+are medians over rounds after the first two. "processor" is the time that all ranks together used of processors in a
+step, which load of others changes less than a step's time; waiting ranks use some, too. All variants but "half at once"
+begin with the same weights and make the same steps, which their losses show. "two at once" is the single-rank step on
+both ranks at the same time, without communication: how far two ranks that never wait for each other hinder each other;
+"half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the bound of data
+parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain MindSpore
+(megatron.py), without DTensors. "pp" is two stages, 1F1B of as many microbatches as the batch has rows. All of
+MindSpore's variants have `train.compile`.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.
@@ -151,12 +153,15 @@ def take_turns(turns: Turns, who: str, rank: int, step, barrier) -> None:
             forget_peak()  # building the model, and what is made once, is over
         number += 1
         barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         loss = step()
+        processor = turns.folder / f"{who} {rank}.processor"
+        processor.write_text(str(time.process_time() - used))
         barrier()  # a step takes as long as its slowest rank
         seconds = time.perf_counter() - start
         if rank == 0:
-            turns.done({"seconds": seconds, "loss": loss, **peaks()})
+            of_all = sum(float(path.read_text()) for path in turns.folder.glob(f"{who} *.processor"))
+            turns.done({"seconds": seconds, "processor": of_all, "loss": loss, **peaks()})
 
 
 def rank_main(who: str, size: str, folder: str) -> None:
@@ -263,26 +268,29 @@ def main() -> None:
     cfg = config(args.size)
     tokens = cfg.train.batch * cfg.train.seq
     times = {who: [answer["seconds"] for answer in answers[2:]] for who, answers in seen.items()}
-    result, table = {}, [("", "ms", "least", "tokens/s", "speed-up", "peak MiB", "with start", "last loss")]
+    result, table = {}, [("", "ms", "least", "tokens/s", "speed-up", "processor ms", "peak MiB", "with start", "last loss")]
     for who, values in times.items():
         base = times.get("torch single" if who.startswith("torch") else "single", values)
         gain = statistics.median(b / v for b, v in zip(base, values))
         last = seen[who][-1]
         result[who] = {"ms": round(statistics.median(values) * 1e3, 1), "least": round(min(values) * 1e3, 1),
                        "tokens_per_s": round(tokens / statistics.median(values)), "speedup": round(gain, 2),
+                       "processor": round(statistics.median(a["processor"] for a in seen[who][2:]) * 1e3, 1),
                        "peak_mib": last["peak_mib"], "ever_mib": last["ever_mib"], "loss": round(last["loss"], 4),
                        "all_ms": [round(v * 1e3, 1) for v in values]}
         table.append((who, *list(result[who].values())[:-1]))
-    for way in ("pp", "ep"):
-        if {f"ours {way}", f"torch {way}"} <= times.keys():
-            ratio = statistics.median(a / b for a, b in zip(times[f"torch {way}"], times[f"ours {way}"]))
-            result[f"ours {way}"]["tokens_over_torch"] = round(ratio, 3)
-            table.append((f"ours / torch {way}, tokens/s", f"{ratio:.3f}", *[""] * 6))
+    for way in ("pp", "ep", "single"):
+        ours, torch = f"ours {way}".replace("ours single", "single"), f"torch {way}"
+        if {ours, torch} <= times.keys():
+            ratio = statistics.median(a / b for a, b in zip(times[torch], times[ours]))
+            used = statistics.median(b["processor"] / a["processor"] for a, b in zip(seen[torch][2:], seen[ours][2:]))
+            result[ours] |= {"tokens_over_torch": round(ratio, 3), "processor_over_torch": round(used, 3)}
+            table.append((f"{ours} / {torch}, tokens/s; processor time", f"{ratio:.3f}", f"{used:.3f}", *[""] * 6))
     for way in ("tp", "dp"):
         if {f"ours {way}", f"hand {way}"} <= times.keys():
             ratio = statistics.median(a / b for a, b in zip(times[f"ours {way}"], times[f"hand {way}"]))
             result[f"ours {way}"]["over_hand"] = round(ratio, 3)
-            table.append((f"ours / hand {way}", f"{ratio:.3f}", *[""] * 6))
+            table.append((f"ours / hand {way}", f"{ratio:.3f}", *[""] * 7))
     losses = [{who: answers[at]["loss"] for who, answers in seen.items()} for at in (0, -1)]
     finish(f"llama_{args.size}", {"unit": "ms", "rounds": args.rounds, "tokens": tokens, "rows": result, "losses": losses},
            table, not args.no_save)
