@@ -159,7 +159,8 @@ class TrainConfig:
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
     compile: bool = False
-    """On a CPU, the core of attention runs as one piece that keeps no scores; nobody sees into it."""
+    """On a CPU, the core of attention runs as one piece that keeps no scores, and nobody sees into it; without tp, LoRA and
+    recompute SwiGLU does so, too, products of one input, and the head."""
     log_dir: str = "runs/llama"
     check_memory: bool = True
     """A run that cannot fit into its devices by the formula of memory.py is refused before it starts."""

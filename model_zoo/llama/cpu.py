@@ -185,7 +185,7 @@ class AtOnce(Function):
     def forward(ctx, cfg: ModelConfig, of: bytes | None, q: Tensor, key: Tensor, value: Tensor):
         b, t = q.shape[:2]
         ctx.cos, ctx.sin, ctx.turn, ends = turned_by(cfg, t, of)
-        q, key = (x * ctx.cos + (x @ ctx.turn) * ctx.sin for x in (q.asnumpy(), key.asnumpy()))
+        q, key = (turned(x.asnumpy(), ctx.cos, ctx.sin, ctx.turn) for x in (q, key))
         ctx.rows = [x.reshape(b * t, *x.shape[2:]) for x in (q, key, value.asnumpy())]
         ends = ends or range(t, b * t + 1, t)
         ctx.how = ends, ends, Mask(True, cfg.sliding_window), score_scale(cfg)
@@ -200,17 +200,34 @@ class AtOnce(Function):
                               "Attention at once is differentiated once.", "train.compile = false")
         of_rows = varlen_cpu.backward(*ctx.rows, dout.asnumpy().reshape(ctx.result[0].shape), *ctx.result, *ctx.how)
         dq, dkey, dvalue = (x.reshape(*dout.shape[:2], *x.shape[1:]) for x in of_rows)
-        dq, dkey = (x * ctx.cos + (x * ctx.sin) @ ctx.turn.T for x in (dq, dkey))
+        dq, dkey = (turned(x, ctx.cos, ctx.sin, ctx.turn, back=True) for x in (dq, dkey))
         return None, None, *map(Tensor.from_numpy, (dq, dkey, dvalue))
 
 
 @lru_cache(maxsize=8)
-def turned_by(cfg: ModelConfig, t: int, of: bytes | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """f32[b or 1, t, 1, e], cosine and sine of the places; `turn`; where documents end, [] without places."""
+def turned_by(cfg: ModelConfig, t: int, of: bytes | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, list[int]]:
+    """f32[b or 1, t, 1, e], cosine and sine of the places; `turn`, None where pairs are halves; where documents end, []
+    without places."""
     places = np.arange(t)[None] if of is None else np.frombuffer(of, np.int32).reshape(-1, t)
     angle = angles(cfg, t)[places][:, :, None]
     ends = [] if of is None else [*np.flatnonzero(places == 0)[1:].tolist(), places.size]
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn(cfg), ends
+    cos, sin = (f(angle).astype(np.float32) for f in (np.cos, np.sin))
+    return cos, sin, None if cfg.latent is None else turn(cfg), ends
+
+
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, turn: np.ndarray | None, back: bool = False) -> np.ndarray:
+    """x with each pair of numbers turned by its angle, or turned back; see `turned_by`."""
+    if turn is not None:
+        return x * cos + ((x * sin) @ turn.T if back else (x @ turn) * sin)
+    half, out = x.shape[-1] // 2, x * cos
+    (first, second), (one, other) = (np.split(v, [half], -1) for v in (x, sin))
+    if back:
+        out[..., :half] += second * other
+        out[..., half:] -= first * one
+    else:
+        out[..., :half] -= second * one
+        out[..., half:] += first * other
+    return out
 
 
 def compile_attention(model: nn.Cell, cfg: ModelConfig) -> None:

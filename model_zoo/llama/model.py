@@ -28,7 +28,7 @@ from ms_dtensor import DTensor, Tokens
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.pipeline import Absent
 
-from . import cpu
+from . import at_once, cpu
 from .config import ModelConfig
 from .experts import Experts, balance_loss
 from .initial import initial
@@ -136,16 +136,24 @@ class Attention(nn.Cell):
             RMSNorm(cfg.head_dim * (heads if self.norms_all else 1), cfg.norm_eps) if cfg.qk_norm else nn.Identity()
             for heads in (cfg.n_heads, cfg.n_kv_heads))
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
+        self.products = None  # stands for linear layers of one input, of it and their weights (`at_once.py`)
 
     def construct(self, x, t):
         if isinstance(t, Listed):
             n, h, k, e = x.shape[0], self.heads, self.kv_heads, self.head_dim
             q, key, value = self._projected(x, (n, h, e), (n, k, e))
-            return self.wo(self.core(q, key, value, t).reshape(n, h * e))
+            return self._linear(self.core(q, key, value, t).reshape(n, h * e), self.wo)
         t, *places = (t.length, t.places) if isinstance(t, Packed) else (t,)
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
         q, key, value = self._projected(x, (b, t, h, e), (b, t, k, e))
-        return self.wo(self.core(q, key, value, *places).reshape(b * t, h * e))
+        return self._linear(self.core(q, key, value, *places).reshape(b * t, h * e), self.wo)
+
+    def _linear(self, x, *cells):
+        """What linear layers make of x: of one its result, of several a tuple."""
+        if self.products is not None and at_once.fits(x):
+            return self.products(x, *(cell.weight for cell in cells))
+        made = tuple(cell(x) for cell in cells)
+        return made if len(made) > 1 else made[0]
 
     def _projected(self, x, heads, kv_heads):
         """q, key and value of these shapes, q and key normed."""
@@ -153,7 +161,7 @@ class Attention(nn.Cell):
             all_three, widths = self.wqkv(x), list(self.parts.values())
             q, key, value = cpu.split(all_three, widths) if on_cpu() else mint.split(all_three, widths, 1)
         else:
-            q, key, value = self.wq(x), self.wk(x), self.wv(x)
+            q, key, value = self._linear(x, self.wq, self.wk, self.wv)
         if self.norms_all:
             q, key = self.q_norm(q), self.k_norm(key)
         q, key, value = q.reshape(heads), key.reshape(kv_heads), value.reshape(kv_heads)
@@ -201,6 +209,7 @@ class Llama(nn.Cell):
         self.layers = nn.CellList([Block(cfg, i, joined) for i in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = linear(cfg.dim, cfg.vocab_size)
+        self.products = None  # stands for it (`at_once.py`)
         if cfg.tied_head:
             self.output.weight = self.tok_embeddings.weight
         for name, param in self.parameters_and_names():
@@ -221,7 +230,9 @@ class Llama(nn.Cell):
                 x, share, load = x
                 shares = [shares[0] + share if shares else share]
                 loads.append(load.reshape(1, -1))
-        logits = self.output(self.norm(x))
+        x = self.norm(x)
+        at_once_fits = self.products is not None and at_once.fits(x) and not isinstance(self.output, Absent)
+        logits = self.products(x, self.output.weight) if at_once_fits else self.output(x)
         if not shares:
             return logits
         rows = ops.cat(loads) if len(loads) > 1 else loads[0]

@@ -15,7 +15,7 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -65,7 +65,7 @@ from .experts import Experts, kept, mixture, most, one_hot, with_shared
 from .latent import Latent
 from .layers import Joined
 from .lora import adapted
-from .model import Listed, rotate
+from .model import Listed, Llama, rotate
 
 
 class Cut(ParallelStyle):
@@ -171,6 +171,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
         parallelize_module(layer, mesh["tp"], block_plan(cfg, layer))
         layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
             attention_on_heads(layer.attention.core, mesh)
+        at_once_on_rows(layer, mesh, cfg)
         if layer.mixed:
             lay_out_experts(layer.feed_forward, mesh, cfg)
         if layer.mixed and cfg.ep > 1:
@@ -186,6 +187,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
             fully_shard(layer, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp, shard_placement_fn=over_data)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
     parallelize_module(model, mesh["tp"], {k: v for k, v in outer_plan(cfg).items() if k in outer})
+    at_once_on_rows(model, mesh, cfg)
     if not cut:
         return replicate(model, mesh=data, mp_policy=mp_policy, ignored_modules=apart)
     return fully_shard(model, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp)
@@ -304,6 +306,37 @@ def attention_mapped(core, mesh: DeviceMesh):
     maps = {count: local_map(core, heads, operands[:count], device_mesh=mesh, redistribute_inputs=True,
                              out_shapes=lambda q, *rest: (*q[:3], width or q[3])) for count in (3, 4)}
     return lambda *operands: maps[len(operands)](*operands)
+
+
+def at_once_on_rows(cell: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> None:
+    """Products of `at_once.py` on each rank's tokens, whose weights' gradients are summands of the ranks; of a block, or of
+    the model around the blocks.
+
+    Axis "tp" has one rank; over it all lies as the plan says, so that nothing is copied from one layout to another.
+    """
+    def lies(tp: Placement, others: Placement) -> dict[str, Placement]:
+        return {a: tp if a == "tp" else others for a in mesh.mesh_dim_names}
+    tokens, columns = lies(Replicate(), Shard(0)), lies(Shard(1), Shard(0))
+    between = lies(Shard(0), Shard(0)) if cfg.sequence_parallel else tokens
+    by_rows, by_columns = Shard(0), Shard(1)  # weights of columns have rows that are cut
+
+    def mapped(core, x: dict, weights: Sequence[Placement], results, shapes):
+        return local_map(core, results, (x, *(lies(p, Replicate()) for p in weights)),
+                         in_grad_placements=(x, *(lies(p, Partial()) for p in weights)), device_mesh=mesh,
+                         redistribute_inputs=True, out_shapes=shapes)
+    if isinstance(cell, Llama):
+        if cell.products is not None:
+            words = lies(Shard(1) if cfg.loss_parallel else Replicate(), Shard(0))
+            cell.products = mapped(cell.products, tokens, (by_rows,), words, lambda x, w: (x[0], w[0]))
+        return
+    if not cell.mixed and cell.feed_forward.core is not None:
+        cell.feed_forward.core = mapped(cell.feed_forward.core, tokens, (by_rows, by_rows, by_columns), between,
+                                        lambda x, *ws: x)
+    core = getattr(cell.attention, "products", None)
+    if core is not None:
+        last = mapped(core, columns, (by_columns,), between, lambda x, w: (x[0], w[0]))
+        first = mapped(core, tokens, (by_rows,) * 3, (columns,) * 3, lambda x, *ws: tuple((x[0], w[0]) for w in ws))
+        cell.attention.products = lambda x, *ws: (last if len(ws) == 1 else first)(x, *ws)
 
 
 def attention_on_heads(core, mesh: DeviceMesh):

@@ -46,6 +46,7 @@ from ms_dtensor.pipeline import (
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf, kept, logits, lora
+from .at_once import compile_products
 from .config import VEE, Config, OptimConfig, joins
 from .configio import model_values
 from .cpu import compile_attention
@@ -113,6 +114,8 @@ class Trainer:
             lora.add(self.model, cfg.lora, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
+            if cfg.parallel.tp == 1 and cfg.lora is None and not cfg.train.recompute:  # these find single layers
+                compile_products(self.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
         self.sizes = tuple(sum(int(p.size) for p in some) for some in (self.model.get_parameters(),
                                                                        self.model.trainable_params()))

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore.common._grad_function import _Function
 
+from model_zoo.llama.at_once import compile_products
 from model_zoo.llama.cpu import compile_attention
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from ms_dtensor.optim import AdamW
@@ -77,6 +78,8 @@ class Step:
         if cfg.train.compile:
             compile_attention(self.model, cfg.model)
         self.tensor_parallel = cfg.parallel.tp > 1
+        if cfg.train.compile and not self.tensor_parallel:
+            compile_products(self.model)
         if self.tensor_parallel:
             _cut_model(self.model, rank, self.size)
         self.params = tuple(self.model.trainable_params())

@@ -8,6 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common._grad_function import _Function
 
+from model_zoo.llama.at_once import compile_products
 from model_zoo.llama.config import ModelConfig, ParallelConfig
 from model_zoo.llama.cpu import compile_attention
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
@@ -322,6 +323,34 @@ def a_llama_on_two_axes_equals_one_device(world):
         for _ in range(2):
             got = value_and_grad(loss, None, model.trainable_params())(di, dy)
             equal_steps(got, want, model.trainable_params())
+
+
+@case(world_size=2, timeout=120)
+def a_llama_with_products_at_once_equals_one_device(world):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    ids = np.random.default_rng(1).integers(0, 19, (4, 9)).astype(np.int32)
+    plain = Llama(TINY)
+    init_weights(plain, 5)
+    want = ms.value_and_grad(lambda i, y: cross_entropy(plain(i), y), None, plain.trainable_params())(
+        Tensor(ids[:, :-1]), Tensor(ids[:, 1:]))
+    mine = ids[2 * mesh.get_local_rank("dp"):][:2]
+    di, dy = (DTensor.from_local(Tensor(np.ascontiguousarray(a)), mesh, [S(0), R]) for a in (mine[:, :-1], mine[:, 1:]))
+    for sequence, fsdp in ((False, False), (True, False), (False, True), (True, True)):
+        counts = []
+        for compiled in (False, True):
+            model = Llama(TINY)
+            init_weights(model, 5)
+            if compiled:
+                compile_attention(model, TINY)
+                compile_products(model)
+            parallelize(model, mesh, ParallelConfig(dp=2, sequence_parallel=sequence, fsdp=fsdp))
+            run = value_and_grad(lambda i, y, m=model: cross_entropy(m(i), y), None, model.trainable_params())
+            run(di, dy)
+            with counted() as count:
+                got = run(di, dy)
+            equal_steps(got, want, model.trainable_params())
+            counts.append(dict(count))
+        assert counts[0] == counts[1], (sequence, fsdp, counts)
 
 
 @case(world_size=4)

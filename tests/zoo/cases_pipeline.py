@@ -82,7 +82,10 @@ def two_stages_train_as_one_device(world):
           "dualpipev": (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), {"micro_batches": 4}),
           "recompute": (ParallelConfig(pp=2), {"micro_batches": 2, "recompute": True}),
           "a split of its own": (ParallelConfig(pp=2, pp_split=("norm",)), {"micro_batches": 2}),
-          "tied": (ParallelConfig(pp=2), {"micro_batches": 2, "tied": True})})
+          "tied": (ParallelConfig(pp=2), {"micro_batches": 2, "tied": True}),
+          "compiled": (ParallelConfig(pp=2), {"micro_batches": 4, "compile": True}),
+          "compiled, tied, zbh1": (ParallelConfig(pp=2, pp_schedule="zbh1"),
+                                   {"micro_batches": 4, "compile": True, "tied": True})})
 
 
 @case(4, timeout=300)

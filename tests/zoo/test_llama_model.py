@@ -67,6 +67,7 @@ def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
     import mindspore as ms
     from mindspore import Tensor
 
+    from model_zoo.llama.at_once import compile_products
     from model_zoo.llama.cpu import compile_attention
     from model_zoo.llama.model import cross_entropy
 
@@ -76,11 +77,48 @@ def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
         model = build(cfg, 12)
         if compiled:
             compile_attention(model, cfg)
+            compile_products(model)
         run = ms.value_and_grad(lambda x, y, m=model: cross_entropy(m(x), y), None, model.trainable_params())
         loss, grads = run(Tensor(ids[:, :-1].copy()), Tensor(ids[:, 1:].copy()))
         results.append([loss.asnumpy(), *(g.asnumpy() for g in grads)])
     for one, other in zip(*results, strict=True):
         assert np.allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())  # sums in another order
+
+
+def test_products_at_once_are_those_one_by_one_and_leave_held_ones_alone():
+    import mindspore as ms
+    from mindspore import Tensor
+
+    from model_zoo.llama import at_once
+    from model_zoo.llama.layers import FeedForward
+    from ms_dtensor.dispatch.recording import HeldRecording, Recording
+    from ms_dtensor.errors import OpRuleError
+
+    rng, cell = np.random.default_rng(5), FeedForward(6, 10)
+    for p in cell.trainable_params():
+        p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
+    x, dy = (Tensor(rng.normal(size=(7, 6)).astype(np.float32)) for _ in "xy")
+    calls, results = [], []
+    for core in (None, lambda *xs: calls.append(1) or at_once.gated(*xs)):
+        cell.core = core
+        for kind in (Recording, HeldRecording):
+            made = kind.of(cell, x)
+            value = made.outputs.asnumpy()
+            results.append([value, *(g.asnumpy() for part in made.backward([dy], cell.trainable_params()) for g in part)])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert np.allclose(one, two, rtol=1e-5, atol=1e-5 * np.abs(one).max())
+    assert len(calls) == 1  # held products are held one by one
+    none, cell.core = Tensor(np.zeros((0, 6), np.float32)), at_once.gated  # a rank without rows
+    (of_rows,), of_weights = Recording.of(cell, none).backward([none], cell.trainable_params())
+    assert of_rows.shape == (0, 6) and not any(g.asnumpy().any() for g in of_weights)
+    weights = [Tensor(rng.normal(size=(4, 6)).astype(np.float32)) for _ in range(3)]
+    want, got = ([*f(x, *weights), *ms.grad(lambda *xs, f=f: sum((y * y).sum() for y in f(*xs)), (0, 1, 2, 3))(x, *weights)]
+                 for f in (lambda x, *ws: tuple(x @ w.T for w in ws), at_once.products))
+    for a, b in zip(want, got, strict=True):
+        assert np.allclose(a.asnumpy(), b.asnumpy(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(OpRuleError, match="a second derivative is asked for"):
+        ms.grad(lambda x: ms.grad(lambda x: at_once.products(x, weights[0]).sum())(x).sum())(x)
 
 
 @pytest.mark.parametrize("window", [None, 3])

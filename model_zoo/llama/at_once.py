@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU, and linear layers that read one input, each as one node of NumPy's products, for CPUs (`train.compile`).
+
+Between two products of 256 rows MindSpore's host code, which the product has driven from the core's cache, takes a tenth of
+the product's time; NumPy's call does not, and what is added to a gradient is added where it lies. A node makes gradients of
+its inputs and of its weights together, so where a pipeline holds the latter back the layers run one by one, as they do in
+16 bits. Not here: attention's core (`cpu.py`).
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from ms_dtensor.dispatch.held import holding
+from ms_dtensor.errors import OpRuleError
+from ms_dtensor.internals.names import Function, recording
+from ms_dtensor.ops.local.rows_cpu import parts
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a node may stand for layers of this input."""
+    return x.dtype == ms.float32 and holding.get() is None
+
+
+def _once() -> None:
+    if recording():
+        raise OpRuleError("For 'train.compile', a second derivative is asked for.", "",
+                          "Products at once are differentiated once.", "train.compile = false")
+
+
+class Products(Function):
+    """`Products.apply(x, *weights)`: x @ w.T of each, of x [n, d] and weights [columns, d]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor):
+        ctx.save_for_backward(x, *weights)
+        rows = x.asnumpy()
+        made = tuple(Tensor.from_numpy(rows @ w.asnumpy().T) for w in weights)
+        return made if len(made) > 1 else made[0]
+
+    @staticmethod
+    def backward(ctx, *cotangents: Tensor):
+        _once()
+        x, *weights = (t.asnumpy() for t in ctx.saved_tensors)
+        dx, part, dweights = None, None, []
+        for dy, w in zip((d.asnumpy() for d in cotangents), weights):
+            dweights.append(dy.T @ x)
+            if dx is None:
+                dx = dy @ w
+            else:
+                part = np.matmul(dy, w, out=part)
+                dx += part
+        return tuple(map(Tensor.from_numpy, (dx, *dweights)))
+
+
+class Gated(Function):
+    """`Gated.apply(x, w1, w3, w2)`: w2(silu(w1 x) * w3 x), of x [n, d]; keeps what the two products give."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor):
+        ctx.save_for_backward(x, w1, w3, w2)
+        rows = x.asnumpy()
+        gate, up = rows @ w1.asnumpy().T, rows @ w3.asnumpy().T
+        ctx.hidden = gate, up
+        h = np.empty_like(gate)
+        for a, b, _ in parts(gate, 3):
+            part = _sigmoid(gate[a:b], h[a:b])
+            part *= gate[a:b]
+            part *= up[a:b]
+        return Tensor.from_numpy(h @ w2.asnumpy().T)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        _once()
+        x, w1, w3, w2 = (t.asnumpy() for t in ctx.saved_tensors)
+        (gate, up), dy = ctx.hidden, dout.asnumpy()
+        dh = dy @ w2
+        h, dgate = np.empty_like(gate), np.empty_like(gate)
+        for a, b, (share, silu, *_) in parts(gate, 6):  # as many as are at work
+            g, u, d, slope = gate[a:b], up[a:b], dh[a:b], dgate[a:b]
+            np.multiply(g, _sigmoid(g, share), out=silu)
+            np.multiply(silu, u, out=h[a:b])
+            np.subtract(g, silu, out=slope)  # the derivative is share (1 + g (1 - share))
+            slope += 1
+            slope *= share
+            slope *= d
+            slope *= u
+            d *= silu  # what came goes: it is of u now
+        dw2 = dy.T @ h
+        dx = dgate @ w1
+        dx += np.matmul(dh, w3)
+        return tuple(map(Tensor.from_numpy, (dx, dgate.T @ x, dh.T @ x, dw2)))
+
+
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # 1 / infinity is right
+        np.exp(np.negative(x, out=out), out=out)
+    out += 1
+    return np.reciprocal(out, out=out)
+
+
+def products(x: Tensor, *weights: Tensor):
+    """`Products.apply`, by a name of its own: what is mapped over a mesh is a function."""
+    return Products.apply(x, *weights)
+
+
+def gated(x: Tensor, *weights: Tensor) -> Tensor:
+    """`Gated.apply`."""
+    return Gated.apply(x, *weights)
+
+
+def compile_products(model: nn.Cell) -> None:
+    """Lets linear layers of blocks, and the head, run at once; before `parallelize`, where nobody is to find single ones."""
+    model.products = products
+    for layer in model.layers:
+        if not layer.mixed and not layer.feed_forward.joined:  # of weights that are one there is one product as it is
+            layer.feed_forward.core = gated
+        cells = [layer.attention._cells.get(name) for name in ("wq", "wk", "wv", "wo")]  # others are joined, or latent
+        if all(cell is not None and not cell.has_bias for cell in cells):
+            layer.attention.products = products
