@@ -64,7 +64,7 @@ def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: b
 
 def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Of parameters that are cut and copied (HSDP): whether backwards reduce over the copies, too; while not, sums over the
-    axis that cuts are gathered up, and zeros handed out."""
+    axis that cuts are gathered up, and zeros handed out. Those that every rank keeps whole wait for all ranks meanwhile."""
     for unit in _units(self, recurse, "set_requires_all_reduce", requires_all_reduce):
         unit.reduction.sync_copies = requires_all_reduce
 

@@ -135,8 +135,9 @@ class Reduction:
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self.owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
-        copies = unit.axes.copying if unit.blocks else ()
-        self.copies = unit.mesh.get_group(copies) if copies and unit.mesh[copies].size() > 1 else None
+        copying = unit.axes.copying
+        self._copied = bool(copying) and unit.mesh[copying].size() > 1  # whether several ranks hold the same shard
+        self.copies = unit.mesh.get_group(copying) if self._copied and unit.blocks else None
         self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
@@ -157,6 +158,11 @@ class Reduction:
     def scale(self) -> float:
         """What sums of gradients are multiplied with."""
         return 1 / self.unit.mesh.size() if self.averages else 1.0
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether gradients of kept parameters are owed; one sum of theirs goes over all ranks, copies or not."""
+        return not self.sync or self._copied and not self.sync_copies
 
     def regroup(self) -> None:
         """The parameters lie on other axes now."""
@@ -183,8 +189,8 @@ class Reduction:
             return
         self.buckets, self._places = [], {}
         unit, filled = self.unit, list[list]()
-        if unit.mesh.size() == 1 and not unit.local and not self.main:
-            return
+        if unit.mesh.size() == 1 and not unit.local and not self.main and self.sync and not self._owed:
+            return  # a sum of one
         last, size = dict[Any, list](), dict[Any, float]()
         for p in reversed(trained):
             if id(p) not in self._told:
@@ -222,7 +228,7 @@ class Reduction:
         with NoFallbackGuard():
             for (block, i), g in zip(places, grads):
                 if block.params[i].requires_grad and asked_for(block.params[i]):
-                    given[block][i] = self._with_owed(id(block.params[i]), g, block.reduce_dtype)
+                    given[block][i] = self._with_owed(id(block.params[i]), g, block.reduce_dtype, not self.sync)
         for block, wholes in given.items():
             if not self.sync or not wholes:
                 continue
@@ -248,12 +254,12 @@ class Reduction:
                               (f"distribute_module(cell, device_mesh) instead of {self.unit.who}",
                                "take the inner gradient with respect to the inputs"))
 
-    def _with_owed(self, key: int, grad: Tensor, dtype) -> Tensor:
-        """A summand and what is owed; without synchronisation that is owed from here on."""
+    def _with_owed(self, key: int, grad: Tensor, dtype, keeps: bool) -> Tensor:
+        """A summand and what is owed; if this backward `keeps` it, that is owed from here on."""
         owed = self._owed.pop(key, None)
         if owed is not None:
             grad = added(owed, grad)
-        if not self.sync:
+        if keeps:
             own = grad if owed is not None else copy(grad) if dtype is None else cast(grad, dtype)
             self._owed[key] = gradient(own)
         return grad
@@ -273,8 +279,8 @@ class Reduction:
             self._add_bucket([param])
         bucket, number = self._places[key]
         with NoFallbackGuard():
-            grad = self._with_owed(key, grad, bucket.dtype)
-            if not self.sync:
+            grad = self._with_owed(key, grad, bucket.dtype, self._keeps)
+            if self._keeps:
                 return _zeros(param.local_shape, param.dtype)
             self._opened(param.name)
             return bucket.put(number, grad)
@@ -330,9 +336,11 @@ class Reduction:
                        for i, key in asked.items() if key in self._owed or i in late}
             sums |= self._reduced(block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
-            for key in self._owed.keys() & gradients.keys() - self._places.keys():  # frozen since
+            frozen = () if self._keeps else [key for key in self.params if key in self._owed and key in gradients
+                                             and key not in self._places]  # since; in one order on all ranks
+            for key in frozen:
                 self._add_bucket([self.params[key]])
-            for bucket in self.buckets:
+            for bucket in () if self._keeps else self.buckets:
                 for i, key in enumerate(map(id, bucket.params)):
                     if key in self._owed and key in gradients:
                         sums[key] = bucket.put(i, self._owed.pop(key))
