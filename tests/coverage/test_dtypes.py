@@ -15,7 +15,7 @@ from ms_dtensor.comm import fake_world
 from ms_dtensor.debug.verify import Report
 from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.ops.local import CPU
-from ms_dtensor.ops.rules import RULES, names
+from ms_dtensor.ops.rules import RULES, index, names
 from ms_dtensor.ops.rules.names import PRIMITIVES
 from ms_dtensor.tools.forms import dtypes
 from ms_dtensor.tools.forms.dtypes import AGREES, DTYPES, NEITHER, OURS, ask, by_keyword, reason
@@ -51,6 +51,13 @@ def test_a_dtype_without_a_rule_is_told(monkeypatch):
     copy = Form("x.copy()", lambda x: x.copy(), arrays((4, 3)))
     marks = [ask(copy, "float32", dtype, True, Report()) for dtype in DTYPES]
     assert {d for d, mark in zip(DTYPES, marks) if "no rule" in mark} == {"int32", "int64", "uint32", "uint64"}
+
+
+def test_a_sum_of_truth_values_is_told(monkeypatch):
+    look = Form("ops.gather", lambda x, i: ops.gather(x, i, 0), lambda rng: (rng.random((4, 3), "f"), np.array([1, 3])))
+    assert ask(look, "float32", "bool", True, Report()) == AGREES
+    monkeypatch.setattr(index, "summand", lambda dtype: md.Partial())  # as it was, and no rank adds them up
+    assert "truth values" in ask(look, "float32", "bool", True, Report())
 
 
 def test_another_dtype_or_number_is_told(monkeypatch):

@@ -449,3 +449,17 @@ def nothing_outlives_a_step(world):
     finally:
         gc.enable()
     assert comm.current_world() is not None
+
+
+@case(2)
+def truth_values_are_looked_up_where_they_are_cut(world):
+    """A rank has those of its rows; nobody adds up truth values, so whether any rank has one is asked."""
+    mesh, at = mesh_1d(world.size, "tp"), np.array([4, 0, 4, 1])
+    rows = np.random.default_rng(3).random((5, 4)) > 0.5
+    ways = {"x[i]": lambda x, i: x[i], "x[i, i]": lambda x, i: x[i, i - 1], "embedding": lambda x, i: ops.gather(x, i, 0),
+            "along": lambda x, i: mint.gather(x, 0, i.reshape(1, 4)), "sum": lambda x, i: mint.sum(x, 0, dtype=ms.bool_),
+            "scatter_nd": lambda x, i: ops.scatter_nd(i[:, None].astype(ms.int32), x[:4], (5, 4)) & (i.sum() > 0)}
+    for name, look in ways.items():
+        wanted = look(Tensor(rows), Tensor(at))
+        got = look(distribute_tensor(Tensor(rows), mesh, [Shard(0)]), distribute_tensor(Tensor(at), mesh, [Replicate()]))
+        assert got.dtype == ms.bool_ and np.array_equal(got.full_tensor().asnumpy(), wanted.asnumpy()), name

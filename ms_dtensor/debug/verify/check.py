@@ -264,6 +264,10 @@ class Trial:
         outs = tuple(Layout(mesh, [c.outs[j] for c in combo], r.shape, str(r.dtype)) for j, r in enumerate(self.results))
         parts = [split(a, layout, self.rng) for a, layout in zip(self.arrays, ins)]
         label = f"{self.call.op} {[list(a.shape) for a in self.arrays]} {ins} -> {outs} on {mesh.shape}"
+        for j, (r, layout) in enumerate(zip(self.results, outs)):
+            if r.dtype == bool and any(p.is_partial("sum") for p in layout.placements):
+                self.report.wrong.append(f"{label}: result {j} is a sum of truth values, which no backend adds up")
+                return
         wanted, layouts = [*self.results, *self.written], (*outs, *(ins[i] for i in self.spec.writes))
         got: list[dict] = [{} for _ in wanted]
         found: list[dict] = [{} for _ in self.wrt]

@@ -6,7 +6,7 @@ those that are its own, and gives zeros for the others: Partial(sum). No rank ev
 """
 from __future__ import annotations
 
-from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes, summand
 
 NAMES = """
 gather:DeprecatedGather:input index dim batch_dims
@@ -83,7 +83,7 @@ def gather(call: Call) -> OpSpec:
         return OpSpec((shape,), (*(case(S(k), S(k), S(k)) for k in range(batch)), *partials))
     cases = [case(R, S(j), S(d + j)) for j in range(ids.ndim)]
     cases += [case(S(k), R, S(k if k < d else k - 1 + ids.ndim)) for k in range(table.ndim) if k != d]
-    cases += [case(S(d), R, P), *partials]
+    cases += [case(S(d), R, summand(table.dtype)), *partials]
 
     def local(at: Local) -> LocalCall | None:
         if not at.ins[table.index].dim_axes[d]:
@@ -165,7 +165,7 @@ def advanced(call: Call) -> OpSpec:
             cases.append(call.case(split, S(at + j)))
     for pos, d in enumerate(rest):
         cases.append(_pair(call, x, S(d), R, S(pos if pos < at else pos + len(wide))))
-    cases += [_pair(call, x, S(d), R, P) for d in dims]
+    cases += [_pair(call, x, S(d), R, summand(x.dtype)) for d in dims]
     cases += [_pair(call, x, p, R, p) for p in SUMS]
 
     def local(at_rank: Local) -> LocalCall:
@@ -182,7 +182,7 @@ def take_along(call: Call) -> OpSpec:
     d = int(call.args["dim"]) % max(x.ndim, 1)
     cases = [_pair(call, x, S(k), S(k), S(k)) for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k]]
     if x.ndim:
-        cases += [_pair(call, x, R, S(d), S(d)), _pair(call, x, S(d), R, P)]
+        cases += [_pair(call, x, R, S(d), S(d)), _pair(call, x, S(d), R, summand(x.dtype))]
     cases += [_pair(call, x, p, R, p) for p in SUMS]
 
     def local(at: Local) -> LocalCall | None:

@@ -36,8 +36,8 @@ def reduction(call: Call) -> OpSpec:
     kept = kept_dims(x.ndim, dims, keepdim)
     cases = [Case((S(d),), (S(kept[d]),)) for d in kept]
     partial, dtype = PARTIAL_OF.get(call.op), result_dtype(call)
-    if call.op == "sum" and "skip_mode" in call.args and x.dtype == "bool":
-        partial = "max"  # the classic ReduceSum of booleans is a boolean
+    if call.op == "sum" and (dtype == "bool" or "skip_mode" in call.args and x.dtype == "bool"):
+        partial = "max"  # a sum of truth values is whether any is true; the classic ReduceSum's of booleans is one, too
     if call.op == "mean" and kind(dtype) < 2:
         partial = None
     if partial:

@@ -8,7 +8,7 @@ is whole: of shards, a global shape would have to be agreed upon by all ranks be
 from __future__ import annotations
 
 from ...errors import OpRuleError
-from .spec import SUMS, Call, Case, OpSpec, P, S
+from .spec import SUMS, Call, Case, OpSpec, P, S, summand
 
 NAMES = """
 scatter:Scatter,ScatterValue,DeprecatedScatter:input dim index src reduce
@@ -81,7 +81,7 @@ def scatter_rows(call: Call) -> OpSpec:
 def scatter_nd(call: Call) -> OpSpec:
     """Rows added into zeros of a given shape: index and source split alike give summands."""
     ids, shape = call.args["index"], tuple(call.args["shape"])
-    cases = [_case(call, P, index=S(j), src=S(j)) for j in range(ids.ndim - 1)]
+    cases = [_case(call, summand(call.args["src"].dtype), index=S(j), src=S(j)) for j in range(ids.ndim - 1)]
     return OpSpec((shape,), (*cases, *(_case(call, p, src=p) for p in SUMS)))
 
 

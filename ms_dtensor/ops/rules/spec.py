@@ -203,6 +203,11 @@ def kind(dtype: str) -> int:
     return 3 if "complex" in dtype else 2 if "float" in dtype else 1 if "int" in dtype else 0
 
 
+def summand(dtype: str):
+    """What ranks hold of what is zero on all but one: a summand; of truth values, which nobody adds up, any of them."""
+    return Partial("max") if dtype == "bool" else P
+
+
 def result_dtype(call: Call) -> str:
     """dtype of an arithmetic op's results by MindSpore's promotion, or the one that the call asks for."""
     wanted = call.args.get("dtype")
