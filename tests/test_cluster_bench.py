@@ -216,6 +216,30 @@ def test_an_interrupted_run_says_so_by_its_exit_code_and_a_hostfile_that_is_no_t
     assert run.main(words) == 2 and f"{tmp_path}/hosts is no text" in capsys.readouterr().err
 
 
+def test_without_a_suite_a_machine_without_a_device_takes_the_toy(tmp_path, monkeypatch):
+    (tmp_path / "driver").touch()
+    for drivers, suite, threads in ((), "toy", {"OMP_NUM_THREADS": "1"}), ((str(tmp_path / "driver"),), "full", {}):
+        monkeypatch.setattr(suites, "DEVICES", drivers)
+        assert (run.parse([]).suite, run.parse([]).env) == (suite, threads)
+        assert run.parse(["--suite", "full"]).suite == "full"
+
+
+@pytest.mark.parametrize("words", [["--peak", "bfloat16=abc"], ["--peak", "bfloat16=0"], ["--ranks", "0"], ["--ranks", "-1"],
+                                   ["--budget-minutes", "nan"], ["--budget-minutes", "-5"]], ids=" ".join)
+def test_what_is_no_number_is_told_before_anything_begins(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run.parse(words)
+    assert ended.value.code == 2 and words[1].rpartition("=")[2] in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_used_is_told_in_four_parts(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for words in (["--out", str(tmp_path / "file")], ["--hostfile", str(tmp_path / "none"), "--out", str(tmp_path / "out")]):
+        assert run.main(["--suite", "toy", *words]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be used" in said and all(part in said for part in ("on:", "rule:", "fix:")), said
+
+
 # -- for real ----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks of a cluster, in the columns of the field; results are JSON files and one HTML page.
 
-    python -m ms_dtensor bench --suite toy                     two ranks on this machine: does it run? (figures mean nothing)
+    python -m ms_dtensor bench                                 two ranks here; on a CPU the suite `toy`: does it run?
     python -m ms_dtensor bench --ranks 8                       the devices of this machine
     python -m ms_dtensor bench --hostfile hosts --budget-minutes 60 [--out DIR] [--only collectives,checkpoint]
     msrun --worker_num=16 ... python -m ms_dtensor bench       ranks that somebody else starts, as a batch system does
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
@@ -162,6 +163,27 @@ def pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks, 1 or more")
+    return int(text)
+
+
+def peak(text: str) -> tuple[str, float]:
+    dtype, value = pair(text)
+    return dtype, positive(value)
+
+
 def names(text: str) -> set[str]:
     found = set(text.split(","))
     if unknown := found - set(suites.BENCHMARKS):
@@ -182,13 +204,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hostfile", type=Path)
-    where.add_argument("--ranks", type=int, default=2, help="on this machine, without a hostfile; default: 2")
-    parser.add_argument("--budget-minutes", type=float, default=60.0)
+    where.add_argument("--ranks", type=count, default=2, help="on this machine, without a hostfile; default: 2")
+    parser.add_argument("--budget-minutes", type=positive, default=60.0)
     parser.add_argument("--out", type=Path, default=Path(f"runs/cluster/{time.strftime('%Y-%m-%d')}"),
                         help="on a file system that all hosts share, if the checkpoint benchmark is to mean anything")
-    parser.add_argument("--suite", choices=suites.SUITES, default="full")
+    parser.add_argument("--suite", choices=suites.SUITES,
+                        help="default: full where this machine has NPUs or GPUs; else toy, as full is too large for a CPU")
     parser.add_argument("--only", type=names, metavar="NAMES", help=", ".join(suites.BENCHMARKS))
-    parser.add_argument("--peak", type=pair, action="append", default=[], metavar="DTYPE=TFLOPS",
+    parser.add_argument("--peak", type=peak, action="append", default=[], metavar="DTYPE=TFLOPS",
                         help="what shares and MFU are of, e.g. bfloat16=376; without it the table's for this device, or n/a")
     parser.add_argument("--algorithm", action="append", default=[], metavar="HCCL_ALGO",
                         help="collectives once more with this HCCL_ALGO; may be given several times")
@@ -199,7 +222,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="on CPUs: MindSpore's own, under both interfaces, or this library's for one host")
     parser.add_argument("--json", action="store_true", help="print JSON of what is done at the end; the rest goes to stderr")
     options = parser.parse_args(argv)
-    options.peak = {dtype: float(value) for dtype, value in options.peak}
+    options.peak = dict(options.peak)
+    options.suite = options.suite or suites.default()
     options.env = {**({"OMP_NUM_THREADS": "1"} if options.suite == "toy" else {}), **dict(options.env)}
     options.out = options.out.resolve()
     options.command = f"python -m ms_dtensor bench {shlex.join(argv)}"
@@ -254,7 +278,10 @@ def main(argv: Sequence[str]) -> int:
         options.only = suites.chosen(options.only)
         run = Run(options)
         describe(options, len(run.hosts), run.hosts[0].slots)
-    except (OSError, ConfigError) as error:
+    except (OSError, ConfigError) as problem:
+        error = problem if isinstance(problem, ConfigError) else ConfigError(
+            f"For 'bench', {problem.filename} cannot be used.", str(problem),
+            "A hostfile is read, and the folder --out is written in.", "name a file that is there, or a folder of yours")
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}",
               file=sys.stdout if options.json else sys.stderr)
         return 2
