@@ -2,6 +2,7 @@
 """A made-up way of cutting a dim: layouts, plans and every existing rule take it, and none knows of it."""
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -136,6 +137,40 @@ def test_a_fused_shard_is_gathered_and_put_in_order():
     assert [Layout(MESH, [R, FS], (8, 4)).pieces((0, t))[0] for t in (0, 1)] == [
         ((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))]
     assert repr(FS) == "FusedShard(0, (4, 2, 2))" and FS.with_dim(1) != FS != S(0) and FS == FusedShard(0, [4, 2, 2])
+
+
+EIGHTS = FusedShard(0, (8, 4, 4))
+
+
+@pytest.mark.parametrize("order, divided", [((0, 1), 2), ((1, 0), 3)])
+def test_two_axes_cut_each_part_of_a_dim(order, divided):
+    """The outermost first: a rank has a chunk of its chunk of each part."""
+    mesh = DeviceMesh("cpu", np.arange(6).reshape(2, 3), mesh_dim_names=("dp", "tp"))
+    x = Layout(mesh, [FusedShard(0, (12, 6, 6))] * 2, (24, 5), order=order)
+    for at in itertools.product(range(2), range(3)):
+        want = []
+        for start, n in ((0, 12), (12, 6), (18, 6)):
+            chunks = np.array_split(np.arange(start, start + n), divided)[at[order[0]]]
+            want.append(np.array_split(chunks, 6 // divided)[at[order[1]]])
+        assert [np.arange(*run).tolist() for run in x.pieces(at)[0]] == [rows.tolist() for rows in want], at
+        assert x.local_shape(at) == (4, 5)
+        assert x.assemble(lambda box: np.arange(*box[0]), at).tolist() == np.concatenate(want).tolist()
+    boxes = [x.local_box(at)[0] for at in itertools.product(range(2), range(3))]
+    assert sorted(boxes) == [(i, i + 4) for i in range(0, 24, 4)]
+
+
+def test_what_two_axes_cut_by_parts_is_gathered_by_both_and_ops_keep_it():
+    x = Layout(MESH, [EIGHTS, EIGHTS], (16, 4))
+    whole = plan(x, Layout(MESH, [R, R], (16, 4)))
+    assert [(m.kind, m.axes) for m in whole] == [("all_gather", (0, 1)), ("reorder", (0, 1))]
+    assert [m.kind for m in plan(x, Layout(MESH, [R, EIGHTS], (16, 4)))] == ["all_gather", "reorder", "reorder", "cut"]
+    other = Layout(MESH, [EIGHTS, EIGHTS], (16, 4), order=(1, 0))
+    assert [m.kind for m in plan(x, other)] == ["all_gather", "reorder", "reorder", "cut"]
+    assert repr(other) == "f32[8+4+4@tp@dp, 4]"
+    assert chosen("add", ((16, 4), [EIGHTS] * 2), ((16, 4), [EIGHTS] * 2)) == ([(EIGHTS, EIGHTS)] * 2, [(EIGHTS, EIGHTS)])
+    for parts, placed in ((12, [FusedShard(0, (6, 6))] * 2), (16, [EIGHTS, S(0)]), (16, [EIGHTS, FusedShard(0, (8, 8))])):
+        with pytest.raises(LayoutError, match="FusedShard"):
+            Layout(MESH, placed, (parts, 4))
 
 
 @pytest.mark.parametrize("make", [lambda: FusedShard(0, ()), lambda: FusedShard(0, (3, -1)),

@@ -8,6 +8,7 @@ cuts them. The one invariant: a part is on the storage of the whole, so what is 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,9 +40,8 @@ def cut(x: Tensor, rows: list[int]) -> list[Tensor]:
     """The parts of a joined parameter, or of a state of one, on the same storage; `rows` are global."""
     layout, ranks = layout_of(x), 1
     if layout is not None:
-        fused = [p.parts != () for p in layout.placements]
-        placed = [Shard(0) if one else p for one, p in zip(fused, layout.placements)]
-        ranks = layout.mesh.shape[fused.index(True)] if any(fused) else 1
+        placed = [Shard(0) if p.parts else p for p in layout.placements]
+        ranks = math.prod(n for n, p in zip(layout.mesh.shape, layout.placements) if p.parts)
     view = local_view(x) if on_cpu() else None  # there a slice of a tensor would be a copy
     out, at = [], 0
     for n in rows:
@@ -51,7 +51,7 @@ def cut(x: Tensor, rows: list[int]) -> list[Tensor]:
                 Tensor.from_numpy(view.reshape(x._shape)[at:at + mine])
         at += mine
         if layout is not None:
-            local = wrap(local, Layout(layout.mesh, placed, (n, *layout.shape[1:]), layout.dtype))
+            local = wrap(local, Layout(layout.mesh, placed, (n, *layout.shape[1:]), layout.dtype, layout.order))
             local._memo = memo_of(x)  # what is derived from the whole goes with what is read into a part
         out.append(local)
     return out

@@ -148,10 +148,8 @@ def overlapped(cell: nn.Cell, pieces: Pieces, *names: str) -> OverlappedColwise:
 
 
 def over_data(p: Parameter) -> Placement | None:
-    """How `fully_shard` cuts a parameter; None: dim 0. Of experts' weights that has too few rows to be cut over many ranks;
-    of joined ones each rank has columns of all rows, so that the parts are DTensors, too."""
-    joined = any(placement.parts for placement in getattr(p, "placements", ()))
-    return Shard(1) if p.ndim == 3 or joined and p.ndim == 2 else Replicate() if joined else None
+    """How `fully_shard` cuts a parameter; None: dim 0, joined ones by parts. Experts' have too few rows for many ranks."""
+    return Shard(1) if p.ndim == 3 else None
 
 
 def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,

@@ -64,16 +64,14 @@ class Parts:
             return None
         return math.prod(self.shapes[i][:self.dims[i]])
 
-    def alike(self) -> list[list[int]]:
-        """Tensors whose pieces lie alike, as wide and in as many stretches, together; the widest first.
+    def kind(self, i: int) -> tuple:
+        """How pieces of tensor `i` lie: how wide, and in how many stretches; where they are uneven, as no other's do."""
+        n = self.stretches(i)
+        return (self.widths[i], n) if n is not None else (self.widths[i], None, i)
 
-        Side by side, one strided copy moves them all.
-        """
-        kinds = dict[tuple, list[int]]()
-        for i, width in enumerate(self.widths):
-            n = self.stretches(i)
-            kinds.setdefault((width, n) if n is not None else (width, None, i), []).append(i)
-        return sorted(kinds.values(), key=lambda some: -self.widths[some[0]])
+    def alike(self) -> list[list[int]]:
+        """Neighbours whose pieces lie alike, together: one strided copy moves them all."""
+        return [list(some) for _, some in itertools.groupby(range(len(self.shapes)), self.kind)]
 
     def index(self, i: int, member: int) -> Index:
         """What takes a member's piece out of tensor `i`."""
@@ -90,3 +88,39 @@ class Parts:
     def total(self, tensors: Sequence[int], member: int) -> int:
         """Elements of a member's pieces of some of the tensors."""
         return sum(self.count(i, member) for i in tensors)
+
+
+def in_chains(kinds: Sequence[Sequence[tuple]]) -> list[int]:
+    """An order of things in which equal kinds are neighbours, where that can be.
+
+    Args:
+        kinds: of each thing those of its tensors, which stay in their order; a kind begins with how wide it is.
+
+    Returns:
+        Numbers of the things. What consists of several kinds goes between what is of its first and of its last one; of the
+        chains that this makes the one with the widest tensor comes first.
+
+    Example:
+        >>> from ms_dtensor.comm.parts import in_chains
+        >>> a, b, c = (4, 1), (2, 1), (1, 1)
+        >>> in_chains([[c], [a, b, b], [a], [b], [c]])
+        [2, 1, 3, 0, 4]
+    """
+    alike, mixed, chains = dict[tuple, list[int]](), list[int](), list[list[int]]()
+    for i, (first, *others) in enumerate(kinds):
+        if any(kind != first for kind in others):
+            mixed.append(i)
+        else:
+            alike.setdefault(first, []).append(i)
+    while mixed:
+        begins = [i for i in mixed if all(kinds[i][0] != kinds[j][-1] for j in mixed)]
+        following = [*begins, *mixed][:1]
+        chain = alike.pop(kinds[following[0]][0], [])
+        while following:
+            i = following[0]
+            mixed.remove(i)
+            chain += [i, *alike.pop(kinds[i][-1], [])]
+            following = [j for j in mixed if kinds[j][0] == kinds[i][-1]]
+        chains.append(chain)
+    chains += alike.values()
+    return [i for chain in sorted(chains, key=lambda some: -max(kind[0] for i in some for kind in kinds[i])) for i in chain]

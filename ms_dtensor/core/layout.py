@@ -9,6 +9,7 @@ Not here: how to get from one layout to another (`redistribute/plan.py`), and an
 """
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
@@ -203,18 +204,23 @@ class Layout:
         return tuple(hi - lo for lo, hi in self.local_box(coordinate))
 
     @property
-    def fused(self) -> tuple[tuple[int, FusedShard], ...]:
-        """(axis, placement) of each `FusedShard` over several ranks."""
-        return tuple((a, p) for a, p in enumerate(self.placements)
-                     if isinstance(p, FusedShard) and self.mesh.shape[a] > 1)
+    def fused(self) -> tuple[tuple[tuple[int, ...], FusedShard], ...]:
+        """(axes, placement) of each `FusedShard` over several ranks; the outermost axis first."""
+        found = dict[FusedShard, list[int]]()
+        for a in itertools.chain(*self.dim_axes):
+            p = self.placements[a]
+            if isinstance(p, FusedShard) and self.mesh.shape[a] > 1:
+                found.setdefault(p, []).append(a)
+        return tuple((tuple(axes), p) for p, axes in found.items())
 
     def pieces(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per dim, (start, stop) of the runs of rows that the shard is made of: one, but for a `FusedShard`."""
         here = self.mesh.get_coordinate() if coordinate is None else coordinate
         runs: list[tuple[tuple[int, int], ...]] = [(extent,) for extent in self.local_box(here)]
         if here is not None:
-            for a, p in self.fused:
-                runs[p.dim] = p.pieces(self.mesh.shape[a])[here[a]]
+            for axes, p in self.fused:
+                sizes = [self.mesh.shape[a] for a in axes]  # equal chunks of equal chunks are those of all ranks
+                runs[p.dim] = p.pieces(math.prod(sizes))[int(np.ravel_multi_index([here[a] for a in axes], sizes))]
         return tuple(runs)
 
     def assemble(self, of_box, coordinate: Sequence[int] | None = None) -> np.ndarray:
@@ -314,9 +320,17 @@ def _check_fused(p: FusedShard, placed, mesh: DeviceMesh, shape) -> None:
     if sum(p.parts) != shape[p.dim]:
         raise LayoutError(f"For 'FusedShard', the parts {p.parts} have {sum(p.parts)} rows, dim {p.dim} has "
                           f"{shape[p.dim]}.", where, "The parts are all of the dim.", "correct 'parts'")
-    if sum(q.is_shard(p.dim) and n > 1 for q, n in zip(placed, mesh.shape)) > 1:
+    along = [(q, n) for q, n in zip(placed, mesh.shape) if q.is_shard(p.dim) and n > 1]
+    if len(along) < 2:
+        return
+    ranks = math.prod(n for _, n in along)
+    if any(q != p for q, _ in along):
         raise LayoutError(f"For 'FusedShard', two axes would shard dim {p.dim}: {placed}.", where,
-                          "A dim that is cut part by part is cut by one axis.", f"use Shard({p.dim}) on both")
+                          "A dim that is cut part by part is so by every axis.", f"use {p!r}, or Shard({p.dim}), on both")
+    if any(n % ranks for n in p.parts):
+        raise LayoutError(f"For 'FusedShard', {len(along)} axes of {ranks} ranks would shard dim {p.dim}: {placed}.", where,
+                          "Where several axes cut a dim part by part, all ranks have as much of each part.",
+                          (f"parts that {ranks} divides", f"use Shard({p.dim}) on both"))
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:

@@ -117,8 +117,9 @@ class FusedShard(Shard):
     """The dim is several parts one after the other, and the axis splits each: a shard is a chunk of every part.
 
     So is a fused projection laid out by head: rank 0 holds its rows of q, then of k, then of v. The tensor keeps its own
-    order; `full_tensor`, indexing and checkpoints see nothing of the cut. No other axis may shard that dim. Ops that work
-    row by row keep it, others bring it to `Shard` first.
+    order; `full_tensor`, indexing and checkpoints see nothing of the cut. Another axis may shard that dim if it does so by
+    the same parts, and the ranks of both divide each of them. Ops that work row by row keep it, others bring it to `Shard`
+    first.
 
     Args:
         dim: as for `Shard`.
@@ -142,7 +143,12 @@ class FusedShard(Shard):
                               "The parts are all of the dim.", "write FusedShard(0, (q_rows, k_rows, v_rows))")
 
     def bounds(self, size: int, parts: int) -> tuple[tuple[int, int], ...]:  # type: ignore[override]  # knows its parts
-        """Start and stop of each rank's rows once these are put one rank after the other."""
+        """Start and stop of each rank's rows once these are put one rank after the other.
+
+        Of fewer rows than the parts have, another axis holds the others: all ranks have equally many.
+        """
+        if size != sum(self.parts):
+            return chunk_bounds(size, parts)
         ends = np.cumsum([0, *(sum(hi - lo for lo, hi in held) for held in self.pieces(parts))]).tolist()
         return tuple(zip(ends, ends[1:]))
 

@@ -31,6 +31,22 @@ def sizes_along(layout: Layout, axes: Sequence[int], dim: int, coordinate: Seque
     return tuple(out)
 
 
+def tensors_along(whole: Layout, cut: Layout, axes: Sequence[int],
+                  coordinate: Sequence[int]) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    """Of what lies as `whole` says, and over `axes` is cut as `cut` says: tensors one behind another that make it up.
+
+    Returns:
+        Of each, its shape here, the dim along which it is cut, and its extent there on each rank of the group over `axes`
+        through `coordinate`: the tensor itself, or the parts of a `FusedShard`, which these ranks divide.
+    """
+    shape, placement = whole.local_shape(coordinate), cut.placements[axes[0]]
+    if not placement.parts:
+        return [(shape, placement.dim, sizes_along(cut, axes, placement.dim, coordinate))]
+    ranks, others = prod(cut.mesh.shape[a] for a in axes), sum(placement.parts) // (shape[0] or 1) or 1
+    rows = [n // others for n in placement.parts if n] or [0]
+    return [((n, *shape[1:]), 0, (n // ranks,) * ranks) for n in rows]
+
+
 def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Slices that cut `inner` out of a local tensor that holds `outer`."""
     return tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(inner, outer))

@@ -8,6 +8,7 @@ it in, so asking for a value with another cotangent never communicates twice.
 from __future__ import annotations
 
 import contextvars
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..comm.packing import copy as fresh_copy
 from ..comm.pretended import executing
 from ..comm.record import active
 from ..core.layout import Layout
-from ..core.placements import PARTIAL, REPLICATE
+from ..core.placements import PARTIAL, REPLICATE, FusedShard
 from ..errors import RedistributeError
 from ..internals.names import Function, NoFallbackGuard, recording
 from ..internals.target import on_cpu
@@ -87,9 +88,9 @@ def _cut(move: Move, x):
 
 
 def _reorder(move: Move, x):
-    axis, = move.axes
-    (_, p), = (pair for pair in (move.src.fused or move.dst.fused) if pair[0] == axis)
-    return in_order(x, p, move.src.mesh.shape[axis], back=move.src.placements[axis] is p)
+    back = bool(move.src.fused)
+    p, = (p for axes, p in (move.src if back else move.dst).fused if axes == move.axes)
+    return in_order(x, p, move.ranks, back)
 
 
 def _exchange(move: Move, x):
@@ -119,14 +120,47 @@ def in_order(x, p, ranks: int, back: bool = False):
     rows = np.argsort(rows) if back else rows
     if on_cpu():
         return Tensor.from_numpy(np.ascontiguousarray(np.take(x.asnumpy(), rows, p.dim)))
-    return ms.mint.index_select(x, p.dim, Tensor(rows, ms.int64))
+    if any(n % ranks for n in p.parts):
+        return ms.mint.index_select(x, p.dim, Tensor(rows, ms.int64))
+    d, shape = p.dim, x._shape  # where all ranks have as much of each part, views do, and no index goes to the device
+    before, after, each = shape[:d], shape[d + 1:], [n // ranks for n in p.parts]
+    ends = [*itertools.accumulate(each, initial=0)]
+    if back:
+        by_rank = x.reshape(*before, ranks, ends[-1], *after)
+        parts = [ms.mint.narrow(by_rank, d + 1, at, n).reshape(*before, n * ranks, *after) for at, n in zip(ends, each)]
+        return ms.mint.cat(parts, d)
+    parts = [ms.mint.narrow(x, d, at * ranks, n * ranks).reshape(*before, ranks, n, *after) for at, n in zip(ends, each)]
+    return ms.mint.cat(parts, d + 1).reshape(shape)
 
 
 def cut_whole(x, layout: Layout):
     """This rank's shard of a plain tensor that is all of it."""
-    for a, p in layout.fused:
-        x = in_order(x, p, layout.mesh.shape[a])
-    return slice_local(x, relative(layout.local_box(), tuple((0, n) for n in layout.shape)))
+    return cut_further(x, layout.replicated(), layout, False)
+
+
+def cut_further(x, src: Layout, dst: Layout, copy: bool = True):
+    """This rank's shard of `dst`, from that of `src`, of which it is a part. The axes of `src` are outermost."""
+    here, slices = dst.mesh.get_coordinate() or (), list(relative(dst.local_box(), src.local_box()))
+    for axes, p in dst.fused if here else ():
+        sizes = [dst.mesh.shape[a] for a in axes]
+        ranks, rows = math.prod(sizes), x._shape[p.dim]
+        sharing = ranks * rows // (sum(p.parts) or 1)  # so many of them have a part of what this one has
+        if sharing > 1:
+            parts = FusedShard(p.dim, tuple(n * sharing // ranks for n in p.parts))
+            index = int(np.ravel_multi_index([here[a] for a in axes], sizes)) % sharing
+            x = _runs(x, p.dim, parts.pieces(sharing)[index])
+            slices[p.dim], copy = slice(0, x._shape[p.dim]), False
+    return slice_local(x, tuple(slices), copy)
+
+
+def _runs(x, dim: int, runs):
+    """Of a dim what lies in these runs, (start, stop) each, one behind another; a copy."""
+    dry, shape = executing(), x._shape
+    if dry is not None:
+        return dry.like(x, (*shape[:dim], sum(hi - lo for lo, hi in runs), *shape[dim + 1:]))
+    if on_cpu():
+        return Tensor.from_numpy(np.concatenate([x.asnumpy()[(slice(None),) * dim + (slice(*run),)] for run in runs], dim))
+    return ms.mint.cat([ms.mint.narrow(x, dim, lo, hi - lo) for lo, hi in runs], dim)
 
 
 def _zeros(shape: tuple[int, ...], x):

@@ -17,6 +17,7 @@ Invariant: `plan(a, b)` is a function of its arguments, so all ranks agree on it
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -81,14 +82,14 @@ def plan(src: Layout, dst: Layout, model: CostModel | None = None) -> tuple[Move
 @lru_cache(maxsize=8192)
 def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
     check_reachable(src, dst)
-    for a, p in src.fused:
-        if src.mesh != dst.mesh or dst.placements[a] != p:
-            whole = _with(src, a, REPLICATE)
-            return (Move("all_gather", (a,), src, whole, p.dim), Move("reorder", (a,), src, whole), *plan(whole, dst, model))
-    for a, p in dst.fused:
-        if src.mesh != dst.mesh or src.placements[a] != p:
-            whole = _with(dst, a, REPLICATE)
-            return (*plan(src, whole, model), Move("reorder", (a,), whole, dst), Move("cut", (a,), whole, dst, None, p.dim))
+    for axes, p in src.fused:
+        if src.mesh != dst.mesh or (axes, p) not in dst.fused:
+            whole = _with(src, axes, REPLICATE)
+            return (Move("all_gather", axes, src, whole, p.dim), Move("reorder", axes, src, whole), *plan(whole, dst, model))
+    for axes, p in dst.fused:
+        if src.mesh != dst.mesh or (axes, p) not in src.fused:
+            whole = _with(dst, axes, REPLICATE)
+            return (*plan(src, whole, model), Move("reorder", axes, whole, dst), Move("cut", axes, whole, dst, None, p.dim))
     if src.mesh != dst.mesh:
         whole = src.reduced()
         return (*plan(src, whole, model), Move("exchange", (), whole, dst))
@@ -176,8 +177,8 @@ def _special(layout: Layout) -> list[tuple[int, Placement]]:
             if p.is_shard() and p.__class__ is not Shard and layout.mesh.shape[a] > 1]
 
 
-def _with(layout: Layout, axis: int, placement: Placement) -> Layout:
-    return layout.with_placements([placement if a == axis else p for a, p in enumerate(layout.placements)], layout.order)
+def _with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
+    return layout.with_placements([placement if a in axes else p for a, p in enumerate(layout.placements)], layout.order)
 
 
 def _layout(like: Layout, state: State) -> Layout:

@@ -104,10 +104,10 @@ def sp(n: int) -> list[CommEvent]:
     return _tp(n, True)
 
 
-def _data(n: int, wrap: Callable) -> list[CommEvent]:
+def _data(n: int, wrap: Callable, width: int = WIDTH, hidden: int = HIDDEN) -> list[CommEvent]:
     mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
-    net = wrap(Net(), mesh)
-    x, w = (md.distribute_tensor(t, mesh, [md.Shard(0)]) for t in batch())
+    net = wrap(Net(width=width, hidden=hidden), mesh)
+    x, w = (md.distribute_tensor(t, mesh, [md.Shard(0)]) for t in batch(width))
     with comm.record() as events:
         _, grads = gradients(net, x, w)
         params = net.trainable_params()
@@ -154,6 +154,16 @@ def both(n: int) -> list[CommEvent]:
 
 def fsdp(n: int) -> list[CommEvent]:
     return _data(n, fully_sharded)
+
+
+def fsdp_by_parts(n: int) -> list[CommEvent]:
+    """Of several weights in one each rank has a part of each; large enough for the memory that collectives write into."""
+    def wrap(net: nn.Cell, mesh) -> nn.Cell:
+        for layer in net.layers:
+            md.fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: md.FusedShard(0, (256, 128, 128))
+                           if p.shape[0] == 512 else None)
+        return md.fully_shard(net, mesh=mesh)
+    return _data(n, wrap, 128, 512) + _data(n, wrap, 16, 512)
 
 
 def _cp(n: int, algorithm: str) -> list[CommEvent]:
@@ -205,7 +215,7 @@ def pp(n: int) -> list[CommEvent]:
     return events
 
 
-PROGRAMS = (tp, sp, replicate, zero1, fsdp, recomputed, both, cp, ring, ep, ep_once, pp)
+PROGRAMS = (tp, sp, replicate, zero1, fsdp, recomputed, both, cp, ring, ep, ep_once, pp, fsdp_by_parts)
 
 
 def same_step_dry(program: Callable[[int], list[CommEvent]], n: int, rank: int, device: str = "CPU") -> list[CommEvent]:

@@ -92,7 +92,9 @@ FAULTS = [
     Fault("a piece of columns is taken for one of rows", "ms_dtensor/comm/parts.py", f"{SUMS} -k packed_together",
           "        return math.prod(self.shapes[i][:self.dims[i]])", "        return 1"),
     Fault("alike parameters are unpacked one by one", "ms_dtensor/comm/parts.py", f"{BRANCH} -k packing",
-          "(width, n) if n is not None else (width, None, i)", "(width, n, i)"),
+          "(self.widths[i], n) if n is not None else (self.widths[i], None, i)", "(self.widths[i], n, i)"),
+    Fault("parts are written rank by rank", "ms_dtensor/parallel/sharding/block.py", f"{SUMS} -k packed_together",
+          "(k, n, x.shape[0] // (k * n), *x.shape[1:])), 1, first, stop)", "(n, k, x.shape[0] // (k * n), *x.shape[1:])), 0, first, stop)"),
     # -- and more ------------------------------------------------------------------------------------------------------------
     Fault("a share of a mean is over the world", DEVICE, f"{BRANCH} -k mean_is_over", "            wire = self.ops.scaled(wire, 1 / n)\n",
           "            wire = self.ops.scaled(wire, 1 / self.size)\n"),

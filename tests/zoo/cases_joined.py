@@ -14,7 +14,7 @@ from model_zoo.llama.joined import parts_of
 from model_zoo.llama.model import Llama, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import FusedShard, Replicate, Shard, comm, value_and_grad
+from ms_dtensor import FusedShard, Replicate, comm, value_and_grad
 from ms_dtensor.checkpoint import load, save
 from ms_dtensor.checkpoint.weights import Weights
 from tests.cases import case
@@ -90,7 +90,7 @@ def gradients_are_those_of_single_weights_on_one_device(world):
             _, _, _, single = gradients(cfg, parallel, False, x, y)
             w13 = (net.layers[0].feed_forward.shared if net.layers[0].mixed else net.layers[0].feed_forward).w13.weight
             assert w13.placements[-1] == FusedShard(0, (w13.shape[0] // 2,) * 2)
-            assert w13.placements[-2] == (Shard(1) if parallel.fsdp or parallel.zero1 else Replicate())
+            assert w13.placements[-2] == (w13.placements[-1] if parallel.fsdp or parallel.zero1 else Replicate())
             assert abs(loss / array(want) - 1) <= CLOSE, (name, layout, loss, want)
             near(grads, wanted, f"{name} {layout}")
             more = {key: (count[key], single[key]) for key in count | single if count[key] > single[key]}

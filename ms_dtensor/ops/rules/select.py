@@ -74,7 +74,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     chosen: list[Case] = []
     model = costs(mesh.device_type)
     sizes = [shard_bytes(x) for x in layouts]
-    split: dict[tuple[int, int], int] = {}  # (operand, dim) -> into how many shards, by the axes decided so far
+    split: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # (operand, dim) -> how many shards, and parts
     fused = any(p.parts for x in layouts for p in x.placements)
     for axis in range(mesh.ndim):
         n = mesh.shape[axis]
@@ -86,7 +86,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         for i, case in enumerate(ways if special else offered):
             if fused and not _fits(case, layouts, spec, split, n):
                 continue
-            if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
+            if any(extent % (split.get((o, d), (1, ()))[0] * n) for o, d, extent in case.even):
                 continue
             if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
                 continue
@@ -103,8 +103,8 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
                               ", ".join(x.describe() for x in layouts))
         chosen.append(best)
         for o, p in enumerate(best.ins):
-            if p.is_shard():
-                split[o, p.dim] = -1 if p.parts and n > 1 else split.get((o, p.dim), 1) * n
+            if p.is_shard() and n > 1:
+                split[o, p.dim] = split.get((o, p.dim), (1, ()))[0] * n, p.parts
     order = layouts[0].order if keep else _order(layouts, chosen)
     targets = tuple(x.with_placements([c.ins[o] for c in chosen], order) for o, x in enumerate(layouts))
     own = tuple(tuple(a for a, c in enumerate(chosen)
@@ -119,12 +119,12 @@ def _row_by_row(spec: OpSpec, case: Case) -> bool:
 
 
 def _fits(case: Case, layouts, spec: OpSpec, split, n: int) -> bool:
-    """Whether a dim that is cut part by part stays one that its parts fill, and that no other axis cuts."""
+    """Whether a dim that is cut part by part stays one that its parts fill, and that no other axis cuts otherwise."""
     for o, p in enumerate(case.ins):
         if p.parts and layouts[o].shape[p.dim] != sum(p.parts):
             return False
-        before = split.get((o, p.dim), 1) if p.is_shard() and n > 1 else 1
-        if before < 0 or p.parts and before > 1:
+        before, by = split.get((o, p.dim), (1, ())) if p.is_shard() and n > 1 else (1, p.parts)
+        if before > 1 and by != p.parts or before > 1 and any(m % (before * n) for m in p.parts):
             return False
     return all(not p.parts or shape is not None and shape[p.dim] == sum(p.parts) for p, shape in zip(case.outs, spec.shapes))
 

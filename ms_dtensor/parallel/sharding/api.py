@@ -7,6 +7,7 @@ batch, and gradients are those of one device; nothing is scaled by a world size.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -22,8 +23,7 @@ from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
 from ...internals.names import NoFallbackGuard
 from ...internals.target import is_meta, on_cpu, with_values
-from ...redistribute.boxes import relative
-from ...redistribute.execute import slice_local
+from ...redistribute.execute import cut_further
 from ...tensor import deferred_init
 from ...tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ...tensor.dtensor import DTensor
@@ -91,8 +91,10 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
             two: they are copied over the first and cut over the second (HSDP).
         reshard_after_forward: whether the whole parameters are given back between forward and backward. A number n: each
             rank keeps an n-th meanwhile, and the backward gathers among n neighbours on the axis, of one node, say.
-        shard_placement_fn: `param -> Shard(dim)`; or `Replicate()`, where each rank keeps it whole and its gradient is
-            all-reduced; or None for dim 0 (of a fused projection, whose dim 0 is cut by parts, dim 1).
+        shard_placement_fn: `param -> Shard(dim)`; or `FusedShard(0, parts)` of a parameter that is several on top of each
+            other, q, k and v, say: each rank has a chunk of every part, so all ranks have equally many rows of each; or
+            `Replicate()`, where each rank keeps it whole and its gradient is all-reduced; or None for dim 0. None of a
+            parameter that a style has cut by parts: by these, or by dim 1 where the ranks do not divide them.
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
         offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
             are there: it changes nothing. On devices it is refused.
@@ -117,7 +119,8 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         of the outermost cell are this rank's rows of the global batch, as for `replicate`.
 
     Raises:
-        LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
+        LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have;
+            parts that the ranks do not divide.
         ConfigError: a mesh of more than two axes; a number of neighbours that does not divide the axis; offloading on a
             device; `replicate_params` of another cell. Later, by a forward: a parameter of the cell was replaced or taken
             out.
@@ -136,6 +139,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         ...     _ = md.fully_shard(cell, mesh=mesh)
         >>> net[0].weight
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
+        >>> md.fully_shard(nn.Dense(4, 8, has_bias=False), mesh=mesh,
+        ...                shard_placement_fn=lambda p: md.FusedShard(0, (4, 2, 2))).weight
+        DTensor(Parameter 'weight', f32[4+2+2@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
     cells: list[nn.Cell] = list(module) if isinstance(module, list | tuple) else [module]
     ignored_params, replicate_params = list(ignored_params), list(replicate_params)
@@ -278,8 +284,10 @@ def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement
                            "ignored_modules=[...] with the cells of which all are"))
     shape = tuple(p.shape)
     default: Placement = Shard(0) if shape else REPLICATE  # a number is kept by every rank
-    if layout is not None and any(f.dim == 0 for _, f in layout.fused):  # a dim that is cut by parts is cut once
-        default = Shard(1) if len(shape) > 1 else REPLICATE
+    ranks = math.prod(n for a, n in zip(whole.mesh_dim_names, whole.shape) if a in cut or placed.get(a, REPLICATE).parts)
+    by_parts = [f for f in placed.values() if f.parts and f.dim == 0]
+    if by_parts:
+        default = by_parts[0] if not _remainders(by_parts[0], ranks) else Shard(1) if len(shape) > 1 else REPLICATE
     where = placement_fn(p) if placement_fn is not None and shape else None
     where = default if where is None else where
     if not isinstance(where, Placement):
@@ -291,7 +299,19 @@ def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement
                           f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
                           ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)")
                           if who == "fully_shard" else ("pass its cell in ignored_modules=", "zero1=False"))
+    if where.parts and (where.dim % len(shape) or _remainders(where, ranks)):
+        raise LayoutError(f"For '{who}', parameter '{p.name}' cannot be cut by parts over '{cut[-1]}'.",
+                          f"{list(shape) if layout is None else layout} as {where} over {ranks} ranks",
+                          "A parameter is cut by parts along dim 0, where a part is one piece of memory."
+                          if where.dim % len(shape) else "All ranks have as many rows of each part: "
+                          f"{ranks} does not divide {', '.join(map(str, _remainders(where, ranks)))}.",
+                          ("Shard(dim)", "fewer ranks on the axis: HSDP copies parameters over another one"))
     return lift(p, whole, dict.fromkeys(cut, where))
+
+
+def _remainders(by_parts: Placement, ranks: int) -> list[int]:
+    """The parts that so many ranks do not divide."""
+    return [n for n in by_parts.parts if n % ranks]
 
 
 def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets: dict[int, Layout], data: DeviceMesh,
@@ -329,7 +349,7 @@ def _laid_out(x, mesh: DeviceMesh, target: Layout):
         if mesh.size() > 1:  # a group of one rank would be a communicator, too
             local = mesh.get_group().broadcast(local, mesh.get_group().ranks[0])
         with NoFallbackGuard():
-            local = slice_local(local, relative(target.local_box(), x.layout.local_box()), copy=True)
+            local = cut_further(local, x.layout, target)
     out = wrap(local, target)
     return like_parameter(out, x) if isinstance(x, Parameter) else out
 

@@ -4,7 +4,8 @@
 When that happens is the unit's to say (`unit.py`). On a host the group writes into the memory of large blocks, and reads
 gradients where they lie. Else pieces are packed: each rank's are a row, in which every rank has a parameter's at the same
 place, so that one strided copy takes a parameter out of the gathered rows, however many ranks there are (one copy more of a
-parameter that they do not divide). Parameters whose pieces are equally large lie side by side, and are taken out together.
+parameter that they do not divide). One that is cut by parts (`FusedShard`) is several tensors here, one behind another, each
+cut by itself. Tensors whose pieces are equally large lie side by side, of whichever parameters, and are taken out together.
 
 Where the memory is and how it comes and goes say `memory.py`, of hosts, and `rooms.py`, of devices.
 """
@@ -21,19 +22,20 @@ from mindspore import Tensor
 
 from ... import comm
 from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
-from ...comm.parts import Parts
+from ...comm.parts import Parts, in_chains
 from ...comm.pretended import executing
 from ...comm.protocol import Work
 from ...core.layout import Layout
 from ...dispatch.operands import local_alias
 from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
-from ...redistribute.boxes import sizes_along
+from ...redistribute.boxes import tensors_along
 from .memory import AbstractMemory, HostMemory, Memory
 from .rooms import Room, RoomMemory
 from .sums import blank
 
 _LARGE = 8  # more than one in so many of a row's elements: a large column
+_Column = tuple[int, list[tuple[int, Any]]]  # how wide; pieces to be put there, whose first dim are ranks from a number on
 
 
 class Block:
@@ -55,13 +57,16 @@ class Block:
                  leaves: Callable[[], None]):
         self.of, self.dtype, self._leaves = of, dtype, leaves
         self.group, self.reduce_dtype, self.near = group, reduce_dtype, near
-        shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
-        each = [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)]
-        order = list(itertools.chain(*Parts(shapes, dims, each).alike()))
+        tensors = [tensors_along(layout, p.layout, axes, here) for p, layout in zip(params, whole)]
+        found, numbers = Parts(*zip(*itertools.chain(*tensors))), itertools.count()
+        order = in_chains([[found.kind(next(numbers)) for _ in some] for some in tensors])
         self.params, self.whole = [params[i] for i in order], [whole[i] for i in order]
-        self.shapes = [shapes[i] for i in order]
-        self.parts = Parts(self.shapes, [dims[i] for i in order], [each[i] for i in order])
+        self.shapes = [layout.local_shape() for layout in self.whole]
+        self.parts = Parts(*zip(*itertools.chain(*(tensors[i] for i in order))))
+        ends = itertools.accumulate((len(tensors[i]) for i in order), initial=0)
+        self._numbers = [range(*pair) for pair in itertools.pairwise(ends)]  # in `parts`, of each parameter's tensors
+        self.widths = [sum(self.parts.widths[j] for j in some) for some in self._numbers]  # of each one's place in a row
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
@@ -89,38 +94,60 @@ class Block:
         """This rank's pieces of parameters, given by their numbers; the places are as long as the longest pieces."""
         dry = executing()
         if dry is not None:
-            return dry.ledger.new((sum(self.parts.widths[i] for i in shards),), dtype, "buffers")
-        return self._packed({i: [(0, self._ops.shaped(self._ops.of(x), (1, *x.shape)))] if x.size else []
-                             for i, x in shards.items()}, 1, dtype)
+            return dry.ledger.new((sum(self.widths[i] for i in shards),), dtype, "buffers")
+        return self._packed([(self.widths[i], [(0, self._ops.shaped(self._ops.of(x), (1, *x.shape)))] if x.size else [])
+                             for i, x in shards.items()], 1, dtype)
 
     def _rows(self, wholes: dict[int, Any], first: int, stop: int, dtype) -> Tensor:
-        """The rows of ranks [first, stop) of whole tensors, given by their numbers."""
-        dry = executing()
+        """The rows of ranks [first, stop) of whole parameters, given by their numbers."""
+        dry, total, columns = executing(), sum(self.widths[i] for i in wholes), list[_Column]()
         if dry is not None:
-            return dry.ledger.new(((stop - first) * sum(self.parts.widths[i] for i in wholes),), dtype, "buffers")
-        return self._packed({i: [(r - first, x) for r, x in self._pieces(i, whole, first, stop)]
-                             for i, whole in wholes.items()}, stop - first, dtype)
+            return dry.ledger.new(((stop - first) * total,), dtype, "buffers")
+        rows = [shape[0] for shape in self.parts.shapes]
+        for i, whole in wholes.items():
+            alike = [list(some) for _, some in itertools.groupby(self._numbers[i], self.parts.kind)]
+            for some, x in zip(alike, self._split(whole, [sum(rows[j] for j in some) for some in alike])):
+                columns += self._columns(some, x, first, stop, total, dtype)
+        return self._packed(columns, stop - first, dtype)
 
-    def _pieces(self, i: int, whole: Any, first: int, stop: int) -> list[tuple[int, Any]]:
-        """Views of parameter `i` whose first dim are ranks, those side by side with equal pieces; and the first of them."""
-        d = self.parts.dims[i]
+    def _columns(self, some: list[int], x: Any, first: int, stop: int, total: int, dtype) -> list[_Column]:
+        """Of tensors that lie alike and one behind another, as one view; as one column, if that is to be written alone."""
+        ops, k, n, width = self._ops, len(some), self.parts.members, self.parts.widths[some[0]]
+        if k > 1 and (not ops.lies_as_it_is(x) or self._alone(x, stop - first, k * width, total, dtype)):
+            x = ops.take(ops.shaped(x, (k, n, x.shape[0] // (k * n), *x.shape[1:])), 1, first, stop)
+            return [(k * width, [(0, ops.permute(x, (1, 0, *range(2, len(x.shape)))))])]
+        return [(width, [(r - first, piece) for r, piece in self._pieces(j, one, first, stop)])
+                for j, one in zip(some, self._split(x, [x.shape[0] // k] * k))]
+
+    def _alone(self, x: Any, count: int, width: int, total: int, dtype) -> bool:
+        """Whether so many rows of a column are cast on their way to where they go, and not joined with others first."""
+        kind = numpy_dtype(dtype) if self._ops is ArrayOps else dtype
+        return count > 1 and x.dtype != kind and width * _LARGE > total
+
+    def _split(self, x: Any, rows: Sequence[int]) -> Sequence[Any]:
+        """Views of so many rows each; itself, where it is one."""
+        return self._ops.split(x, rows, 0) if len(rows) > 1 else [x]
+
+    def _pieces(self, j: int, whole: Any, first: int, stop: int) -> list[tuple[int, Any]]:
+        """Views of a tensor whose first dim are ranks, those side by side with equal pieces; and the first of them."""
+        d = self.parts.dims[j]
         return [(r, blocks(self._ops.take(whole, d, at, at + count * size), d, count, self._ops))
-                for r, count, at, size in self.parts.runs(i, first, stop)]
+                for r, count, at, size in self.parts.runs(j, first, stop)]
 
-    def _packed(self, pieces: dict[int, list[tuple[int, Any]]], count: int, dtype) -> Tensor:
-        """So many rows, flat, in memory of their own, from what `_pieces` gives for parameters; rows count from 0.
+    def _packed(self, columns: list[_Column], count: int, dtype) -> Tensor:
+        """So many rows, flat, in memory of their own, of columns side by side.
 
         Columns that lie in order are joined, which is one kernel, and cast together, which is another. Of several rows large
         ones are written where they go by themselves: to join them first would move most of the bytes once more.
         """
         ops, kind = self._ops, numpy_dtype(dtype) if self._ops is ArrayOps else dtype
-        total, at = sum(self.parts.widths[i] for i in pieces), 0
+        total, at = sum(width for width, _ in columns), 0
         runs: list[tuple[int, list, list]] = []  # where each begins; columns to be joined, or else pieces to be written
-        for i, found in pieces.items():
-            width, column = self.parts.widths[i], None
+        for width, found in columns:
+            column = None
             if len(found) == 1 and math.prod(found[0][1].shape) == count * width and ops.lies_as_it_is(found[0][1]):
                 column = ops.shaped(found[0][1], (count, width))
-            if column is None or count > 1 and column.dtype != kind and width * _LARGE > total:
+            if column is None or self._alone(column, count, width, total, dtype):
                 runs.append((at, [], found))
             elif runs and runs[-1][1] and runs[-1][1][0].dtype == column.dtype:
                 runs[-1][1].append(column)
@@ -128,14 +155,14 @@ class Block:
                 runs.append((at, [column], []))
             at += width
         if len(runs) == 1 and runs[0][1]:
-            columns = runs[0][1]
-            out = ops.join(columns, 1) if columns[1:] or columns[0].dtype != kind else ops.copy(columns[0])
+            joined = runs[0][1]
+            out = ops.join(joined, 1) if joined[1:] or joined[0].dtype != kind else ops.copy(joined[0])
             return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
         out = ops.empty((count, total), dtype)
-        for (at, columns, found), stop in zip(runs, [*(run[0] for run in runs[1:]), total]):
+        for (at, joined, found), stop in zip(runs, [*(run[0] for run in runs[1:]), total]):
             place = ops.take(out, 1, at, stop)
-            if columns:
-                ops.write(place, ops.join(columns, 1))
+            if joined:
+                ops.write(place, ops.join(joined, 1))
             for r, x in found:
                 ops.write(self._places(place, r, x.shape), x)
         return ops.tensor(ops.shaped(out, (-1,)))
@@ -156,26 +183,46 @@ class Block:
         """
         with NoFallbackGuard(), self.note("backward", "sharded gradients", when):
             grads = dict(sorted(grads.items()))  # as they lie in a row: those that are joined are side by side
-            kind, size, me = self.reduce_dtype or next(iter(grads.values())).dtype, self.group.size, self.group.rank_index
+            kind, size = self.reduce_dtype or next(iter(grads.values())).dtype, self.group.size
             if self.straight() and all(g.dtype == kind for g in grads.values()):
-                return Work(self.group.reduce_scatter_from(grads, self.parts)), {i: self.parts.count(i, me) for i in grads}
-            places = {i: self.parts.widths[i] for i in grads}
+                tensors = {j: x for i, g in grads.items() for j, x in self._each(i, g, self.parts.shapes)}
+                places = {i: math.prod(self._shape(i)) for i in grads}
+                return Work(self.group.reduce_scatter_from(tensors, self.parts)), places
+            places = {i: self.widths[i] for i in grads}
             given = grads if executing() is not None else {i: self._ops.of(g) for i, g in grads.items()}
             rows = self._rows(given, 0, size, kind)
             return self.group.reduce_scatter(rows, "sum", 0, [sum(places.values())] * size, async_op=True), places
 
     def shards(self, places: dict[int, int], flat: Tensor) -> dict[int, Tensor]:
         """This rank's pieces, by number of the parameter, from flat memory in which these are their places."""
-        ops, out, at, me, dry = self._ops, {}, 0, self.group.rank_index, executing()
+        ops, out, at, dry = self._ops, {}, 0, executing()
         if dry is not None:
-            return {i: dry.on_storage_of(flat, self.parts.shape(i, me)) for i in places}
+            return {i: dry.on_storage_of(flat, self._shape(i)) for i in places}
         with NoFallbackGuard():
             row = ops.of(flat)
             for i, elements in places.items():
-                piece = ops.take(row, 0, at, at + self.parts.count(i, me))
-                out[i] = ops.tensor(ops.shaped(piece, self.parts.shape(i, me)))
+                shape = self._shape(i)
+                out[i] = ops.tensor(ops.shaped(ops.take(row, 0, at, at + math.prod(shape)), shape))
                 at += elements
         return out
+
+    def _own_shapes(self) -> list[tuple[int, ...]]:
+        """Of this rank's pieces of tensors."""
+        return [self.parts.shape(j, self.group.rank_index) for j in range(len(self.parts.shapes))]
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        """Of this rank's shard of parameter `i`."""
+        first, *others = (self.parts.shape(j, self.group.rank_index) for j in self._numbers[i])
+        return (sum(shape[0] for shape in (first, *others)), *first[1:]) if others else first
+
+    def _each(self, i: int, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, Tensor]]:
+        """What parameter `i`, or a shard of it, has of each of its tensors, by their numbers, on the same memory."""
+        some, ops, dry = self._numbers[i], self._ops, executing()
+        if len(some) == 1:
+            return [(some[0], x)]
+        if dry is not None:
+            return [(j, dry.on_storage_of(x, shapes[j])) for j in some]
+        return [(j, ops.tensor(one)) for j, one in zip(some, self._split(ops.of(x), [shapes[j][0] for j in some]))]
 
     def start(self, phase: str, ahead: bool, when: str) -> None:
         """Begins to gather. `ahead`: it is not waited for at once."""
@@ -183,6 +230,8 @@ class Block:
         own = list(map(local_alias, self.params))
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
+                shapes = self._own_shapes()
+                own = [piece for i, x in enumerate(own) for _, piece in self._each(i, x, shapes)]
                 self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
                 return
             group, given = self.near, self.part
@@ -212,16 +261,17 @@ class Block:
 
         Kept, as the host's calls for these views are what a device waits for.
         """
-        at, n, ops, memory = 0, self.group.size, self._ops, self._memory()
+        at, n, ops, memory, starts = 0, self.group.size, self._ops, self._memory(), self.parts.starts
         out: list[tuple[int, int, Callable[[Any], Any], Any]] = []
         for some in self.parts.alike():
             width, stretches = len(some) * self.parts.widths[some[0]], self.parts.stretches(some[0])
             if stretches is not None:
                 lies = len(some), stretches, n, self.parts.widths[some[0]] // stretches
                 out.append((at, width, functools.partial(self._by_tensor, lies),
-                            ops.shaped(memory.joined(some[0], some[-1] + 1), lies)))
+                            ops.shaped(memory.joined(starts[some[0]], starts[some[-1] + 1]), lies)))
             else:
-                for r, x in self._pieces(some[0], memory.array(some[0]), 0, n):
+                whole = ops.shaped(memory.joined(starts[some[0]], starts[some[0] + 1]), self.parts.shapes[some[0]])
+                for r, x in self._pieces(some[0], whole, 0, n):
                     out.append((at, width, functools.partial(self._places, first=r, shape=x.shape), x))
             at += width
         return out
@@ -291,6 +341,8 @@ class Block:
 
     def _mine(self, i: int) -> list[Tensor]:
         """This rank's piece of parameter `i` in the memory, if it has one."""
-        me, ops = self.group.rank_index, self._ops
-        return [ops.tensor(ops.shaped(x, self.parts.shape(i, me)))
-                for _, x in self._pieces(i, self._memory().array(i), me, me + 1)]
+        me, ops, some = self.group.rank_index, self._ops, self._numbers[i]
+        wholes = self._split(self._memory().array(i), [self.parts.shapes[j][0] for j in some])
+        pieces = [ops.shaped(x, self.parts.shape(j, me)) for j, whole in zip(some, wholes)
+                  for _, x in self._pieces(j, whole, me, me + 1)]
+        return [ops.tensor(ops.join(pieces, 0))] if pieces else []

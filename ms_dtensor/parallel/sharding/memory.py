@@ -48,8 +48,8 @@ class Memory:
         """The same as what packing works on."""
         return self.tensor(i)
 
-    def joined(self, first: int, stop: int) -> Any:
-        """Tensors [first, stop), one behind another, as what packing works on."""
+    def joined(self, start: int, stop: int) -> Any:
+        """Elements [start, stop), of one tensor or of several, as what packing works on."""
         raise NotImplementedError
 
     def lying(self, make: Callable[[], Any]) -> Any:
@@ -90,7 +90,8 @@ class HostMemory(Memory):
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat: Any = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
         self._elements: np.ndarray = np.ndarray((self.starts[-1],), kind, self._flat)
-        self.arrays: list[np.ndarray] = [self.joined(i, i + 1).reshape(shape) for i, shape in enumerate(self.shapes)]
+        self.arrays: list[np.ndarray] = [self.joined(*ends).reshape(shape)
+                                        for ends, shape in zip(itertools.pairwise(self.starts), self.shapes)]
 
     def tensor(self, i: int) -> Tensor:
         return Tensor.from_numpy(self.arrays[i])
@@ -98,8 +99,8 @@ class HostMemory(Memory):
     def array(self, i: int) -> np.ndarray:
         return self.arrays[i]
 
-    def joined(self, first: int, stop: int) -> np.ndarray:
-        return self._elements[self.starts[first]:self.starts[stop]]
+    def joined(self, start: int, stop: int) -> np.ndarray:
+        return self._elements[start:stop]
 
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies here."""

@@ -122,8 +122,8 @@ class RoomMemory(Memory):
         room = self.room()
         return self._cut(room, room.flat, i)
 
-    def joined(self, first: int, stop: int) -> Tensor:
-        return ms.mint.narrow(self.room().flat, 0, self.starts[first], self.starts[stop] - self.starts[first])
+    def joined(self, start: int, stop: int) -> Tensor:
+        return ms.mint.narrow(self.room().flat, 0, start, stop - start)
 
     def _cut(self, room: Room, flat: Tensor, i: int) -> Tensor:
         if room._dry is not None:

@@ -108,7 +108,7 @@ class Sums:
             for axes, beside in of.beside(block, shards).items():
                 group = block.params[beside[0]].device_mesh.get_group(axes)
                 total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
-                for i, x in block.shards({i: block.parts.widths[i] for i in beside}, total).items():
+                for i, x in block.shards({i: block.widths[i] for i in beside}, total).items():
                     shards[i] = x if on_cpu() else write(shards[i], x)
             if of.scale != 1:
                 if on_cpu():
