@@ -3,7 +3,8 @@
 
     python scripts/bench/fsdp_kernels.py [--ranks 8 64 128] [--out FILE]
 
-Blocks of nine parameters, as a Llama's, run forward and backward as rank 0 of a fake world over the emulator of
+Blocks of nine weights, as a Llama's: nine parameters or, as the recipe's on devices (`train.qkv_concat`), six, of which q, k
+and v are one, w1 and w3 another, cut by parts. They run forward and backward as rank 0 of a fake world over the emulator of
 `tests/rehearsal`. MindSpore's profiler names every kernel that ran, autograd's own too: casts, fills, additions. The
 emulator adds the copies that it makes in NumPy in a kernel's place. What a block more costs, less what it costs on one rank
 that has the parameters whole and in the dtype of the computation, is what `fully_shard` asks; collectives are named apart.
@@ -35,7 +36,9 @@ from tests.rehearsal.session import rehearsed  # noqa: E402
 DIM = 128
 SHAPES = {"wq": (256, DIM), "wk": (DIM, DIM), "wv": (DIM, DIM), "wo": (DIM, 256), "w1": (512, DIM), "w3": (512, DIM),
           "w2": (DIM, 512)}
-PARAMETERS = len(SHAPES) + 2
+WEIGHTS = len(SHAPES) + 2
+JOINED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}
+PARTS = {name: tuple(SHAPES[part][0] for part in parts) for name, parts in JOINED.items() if parts[1:]}
 POLICIES = {
     "float32": None,
     "bfloat16, gradients added up in float32": md.MixedPrecisionPolicy(ms.bfloat16, ms.float32),
@@ -44,24 +47,33 @@ POLICIES = {
 
 
 class Block(nn.Cell):
-    """Seven matrices and two scales, in a Llama block's proportions and in its order."""
+    """Seven matrices and two scales, in a Llama block's proportions and in its order; `joined`: some are one."""
 
-    def __init__(self, seed: int, dtype=ms.float32):
+    def __init__(self, seed: int, dtype=ms.float32, joined: bool = False):
         super().__init__()
-        draw = np.random.default_rng(seed)
+        draw, self.joined = np.random.default_rng(seed), joined
 
         def drawn(*shape: int) -> Tensor:
             return Tensor(draw.normal(0, 0.1, shape).astype(np.float32)).astype(dtype)
         self.norm1 = Parameter(drawn(DIM), name="norm1")
-        for name, (n, m) in SHAPES.items():
+        for name, parts in (JOINED if joined else {name: (name,) for name in SHAPES}).items():
+            n, m = sum(SHAPES[part][0] for part in parts), SHAPES[parts[0]][1]
             setattr(self, name, nn.Dense(m, n, weight_init=drawn(n, m), has_bias=False, dtype=dtype))
         self.norm2 = Parameter(drawn(DIM), name="norm2")
 
     def construct(self, x):
         h = x * self.norm1
-        x = x + self.wo(mint.tanh(self.wq(h))) + self.wk(h) + self.wv(h)
+        q, k, v = mint.split(self.wqkv(h), [SHAPES[name][0] for name in JOINED["wqkv"]], 1) if self.joined else \
+            (self.wq(h), self.wk(h), self.wv(h))
+        x = x + self.wo(mint.tanh(q)) + k + v
         h = x * self.norm2
-        return x + self.w2(self.w1(h) * self.w3(h))
+        gate, up = mint.split(self.w13(h), 2 * [SHAPES["w1"][0]], 1) if self.joined else (self.w1(h), self.w3(h))
+        return x + self.w2(gate * up)
+
+
+def by_parts(p: Parameter) -> md.FusedShard | None:
+    """How a joined parameter is cut."""
+    return next((md.FusedShard(0, parts) for parts in PARTS.values() if p.shape == (sum(parts), DIM)), None)
 
 
 def kernels(step: Callable[[], object], device) -> Counter:
@@ -79,15 +91,15 @@ def kernels(step: Callable[[], object], device) -> Counter:
     return found + Counter(copy=device.counts["written"])
 
 
-def asked(ranks: int, policy, blocks: int, fsdp: bool) -> tuple[Counter, Counter]:
+def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool) -> tuple[Counter, Counter]:
     """Kernels and collectives of a step of so many blocks, after a first one."""
     with comm.fake_world(ranks, 0), rehearsed(clock=False) as device:
         mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
         kind = ms.float32 if policy is None else policy.param_dtype
-        net = nn.SequentialCell([Block(i, ms.float32 if fsdp else kind) for i in range(blocks)])
+        net = nn.SequentialCell([Block(i, ms.float32 if fsdp else kind, joined) for i in range(blocks)])
         if fsdp:
             for block in net:
-                md.fully_shard(block, mesh=mesh, mp_policy=policy)
+                md.fully_shard(block, mesh=mesh, mp_policy=policy, shard_placement_fn=by_parts if joined else None)
             md.fully_shard(net, mesh=mesh)  # has no parameters of its own
         else:
             md.distribute_module(net, mesh)
@@ -99,29 +111,33 @@ def asked(ranks: int, policy, blocks: int, fsdp: bool) -> tuple[Counter, Counter
         return kernels(lambda: step(x), device), Counter(f"{e.op} {e.phase}" for e in events)
 
 
-def of_a_block(ranks: int, policy, whole: Counter) -> dict:
+def of_a_block(ranks: int, policy, whole: Counter, joined: bool) -> dict:
     """What `fully_shard` asks for one block; `whole`: what the block itself asks."""
-    (one, few), (two, more) = (asked(ranks, policy, blocks, True) for blocks in (1, 2))
+    (one, few), (two, more) = (asked(ranks, policy, blocks, True, joined) for blocks in (1, 2))
     two.subtract(one)
     two.subtract(whole)
     added = {name: n for name, n in sorted(two.items()) if n > 0}
-    return {"ranks": ranks, "kernels": added, "per_parameter": round(sum(added.values()) / PARAMETERS, 2),
-            "collectives": dict(sorted((more - few).items()))}
+    total, parameters = sum(added.values()), len(JOINED) + 2 if joined else WEIGHTS
+    return {"ranks": ranks, "kernels": added, "per_weight": round(total / WEIGHTS, 2), "parameters": parameters,
+            "per_parameter": round(total / parameters, 2), "collectives": dict(sorted((more - few).items()))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--blocks", nargs="+", choices=["single", "joined"], default=["single", "joined"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     results = {}
-    for name, policy in POLICIES.items():
-        whole = asked(1, policy, 2, False)[0]
-        whole.subtract(asked(1, policy, 1, False)[0])
-        results[name] = [of_a_block(ranks, policy, whole) for ranks in args.ranks]
-    text = json.dumps({"parameters": PARAMETERS, "steps": results}, indent=1)
+    for kind in args.blocks:
+        joined = kind == "joined"
+        for name, policy in POLICIES.items():
+            whole = asked(1, policy, 2, False, joined)[0]
+            whole.subtract(asked(1, policy, 1, False, joined)[0])
+            results[f"{kind}, {name}"] = [of_a_block(ranks, policy, whole, joined) for ranks in args.ranks]
+    text = json.dumps({"weights": WEIGHTS, "steps": results}, indent=1)
     print(text)
     if args.out:
         args.out.write_text(text + "\n", "utf-8")
