@@ -104,7 +104,7 @@ def by_columns(p):
 
 def by_parts(p):
     """Several, equal and not, of some of them: equal parts lie side by side, of whichever parameters."""
-    parts = {"w1": (8, 8), "w3": (4, 8, 4), "wq": (4, 2, 2)}.get(p.name.rpartition(".")[2])
+    parts = {"w1": (4,) * 4, "w3": (4, 8, 4), "wq": (4, 2, 2)}.get(p.name.rpartition(".")[2])
     return None if parts is None else md.FusedShard(0, parts)
 
 
