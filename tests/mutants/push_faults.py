@@ -10,6 +10,7 @@ from tests.mutants.plant import Fault
 
 OPS, SHARDING, LLAMA = "ms_dtensor/ops", "ms_dtensor/parallel/sharding", "model_zoo/llama"
 EXECUTE = "ms_dtensor/redistribute/execute.py"
+JOINED = "tests/zoo/cases_joined.py"
 
 PUSH_FAULTS = [
     Fault("a mean of means", f"{OPS}/rules/reduce.py", "tests/dist/cases_core.py -k gradients_of_an_mlp",
@@ -99,6 +100,18 @@ PUSH_FAULTS = [
           '        if verdict.action == "go":\n', '        if verdict.action in ("go", "warn"):\n'),
     Fault("a whole cotangent passes to ranks that do different work", "ms_dtensor/debug/types/moves.py",
           "tests/dist/cases_types.py -k moves", '_summed(group) if to == "R" else _same)', '_same if to == "R" else _same)'),
+    # -- weights that are one in memory: each with the ranks that lay them out, initialise them, or save and read them -----
+    Fault("keys have the rows of values", f"{LLAMA}/model.py", f"{JOINED} -k of_single_weights_on_one_device",
+          'dict.fromkeys(("wk", "wv"),', 'dict.fromkeys(("wv", "wk"),'),
+    Fault("parts of joined weights are in another order", f"{LLAMA}/joined.py", f"{JOINED} -k losses_of_single_weights",
+          "for name, n in cell.parts.items()}\n", "for name, n in [*cell.parts.items()][::-1]}\n"),
+    Fault("states of joined weights are cut by others' rows", f"{LLAMA}/joined.py", f"{JOINED} -k goes_on",
+          "kinds = {kind: cut(x, list(rows.values())) if", "kinds = {kind: cut(x, list(rows.values())[::-1])[::-1] if"),
+    Fault("initial numbers of joined weights are in another order", f"{LLAMA}/model.py",
+          f"{JOINED} -k losses_of_single_weights", "for name, n in own.items()]", "for name, n in [*own.items()][::-1]]"),
+    Fault("both halves of a joined SwiGLU are the gate", f"{LLAMA}/layers.py",
+          "tests/zoo/test_llama_twins.py -k either_kind",
+          "ops.swiglu(both.reshape(-1, 2, self.width), 1)", "ops.swiglu(mint.stack((both[:, :self.width],) * 2, 1), 1)"),
     Fault("the head is no product", f"{LLAMA}/flops.py",
           "tests/zoo/test_llama_watch.py -k weights_in_products",
           "+ ffn + m.dim * m.vocab_size", "+ ffn"),

@@ -58,6 +58,7 @@ class Case:
     bfloat16: bool = False
     pp: int = 1
     schedule: str = "1f1b"
+    joined: bool = False
 
     @property
     def ranks(self) -> int:
@@ -69,7 +70,7 @@ class Case:
                  ("tied head", self.tied), ("fsdp", self.fsdp), (f"{self.hsdp} copies", self.hsdp > 1),
                  ("zero1", self.zero1),
                  (f"{self.micro_batches} micro-batches", self.micro_batches > 1), ("recompute", self.recompute),
-                 ("bfloat16", self.bfloat16)]
+                 ("bfloat16", self.bfloat16), ("joined", self.joined)]
         stages = f"pp={self.pp} {self.schedule} " if self.pp > 1 else ""
         return f"{stages}dp={self.dp} tp={self.tp}" + "".join(f", {text}" for text, on in marks if on)
 
@@ -91,7 +92,7 @@ class Case:
                                   pp_stages_per_rank=1 + (self.schedule == "interleaved"))
         return replace(cfg, parallel=parallel, model=replace(cfg.model, vocab_size=self.vocab, tied_head=self.tied),
                        data=replace(cfg.data, max_bytes=300_000),
-                       train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches, qkv_concat=False,
+                       train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches, qkv_concat=self.joined,
                                      recompute=self.recompute, dtype="bfloat16" if self.bfloat16 else "float32"))
 
 
@@ -110,6 +111,10 @@ CASES = (
     *(replace(case, bfloat16=True) for case in (
         Case(2, 1), Case(2, 1, fsdp=True), Case(4, 1), Case(4, 1, fsdp=True), Case(4, 1, fsdp=True, micro_batches=2),
         Case(4, 1, zero1=True), Case(2, 2, True, fsdp=True))),
+    *(replace(case, joined=True) for case in (
+        Case(1, 2, True), Case(2, 1, fsdp=True), Case(2, 1, zero1=True), Case(1, 1, pp=2, micro_batches=4),
+        Case(4, 1, fsdp=True), Case(4, 1, zero1=True), Case(2, 2, True, fsdp=True, micro_batches=2, recompute=True),
+        Case(4, 1, fsdp=True, bfloat16=True))),
 )
 
 
@@ -120,20 +125,27 @@ def train(case: Case, device: str, on_mesh: bool) -> tuple[list[float], dict[str
 
     cfg = case.config()
     if not on_mesh:
-        cfg = replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, micro_batches=1, recompute=False))
+        cfg = replace(cfg, parallel=ParallelConfig(),
+                      train=replace(cfg.train, micro_batches=1, recompute=False, qkv_concat=False))
     mesh = make_mesh(device, cfg.parallel) if on_mesh or case.bfloat16 else None
     trainer = Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), mesh)
+
+    def by_name(values) -> dict[str, np.ndarray]:
+        """Whole values, those of joined weights by the names of single ones."""
+        out = {}
+        for param, value in zip(trainer.params, values, strict=True):
+            array = np.array((value.full_tensor() if mesh is not None else value).asnumpy())
+            rows = trainer.joined.get(param.name, {param.name: len(array)})
+            out |= zip(rows, np.split(array, np.cumsum([*rows.values()])[:-1]))
+        return out
     losses, whole = [], {}
     for step in range(cfg.train.steps):
         loss, grads = trainer.gradients(*trainer.batch(step))
         if step == 0:
-            for param, grad in zip(trainer.params, grads, strict=True):
-                whole[param.name] = np.array((grad.full_tensor() if mesh is not None else grad).asnumpy())
+            whole |= by_name(grads)
         trainer.update(grads, step)
         losses.append(float(loss))
-    for param in trainer.params:
-        whole[f"end of {param.name}"] = np.array((param.full_tensor() if mesh is not None else param).asnumpy())
-    return losses, whole
+    return losses, whole | {f"end of {name}": value for name, value in by_name(trainer.params).items()}
 
 
 @contextmanager
