@@ -132,7 +132,7 @@ def train(case: Case, device: str, on_mesh: bool) -> tuple[list[float], dict[str
 
     def by_name(values) -> dict[str, np.ndarray]:
         """Whole values, those of joined weights by the names of single ones."""
-        out = {}
+        out: dict[str, np.ndarray] = {}
         for param, value in zip(trainer.params, values, strict=True):
             array = np.array((value.full_tensor() if mesh is not None else value).asnumpy())
             rows = trainer.joined.get(param.name, {param.name: len(array)})
