@@ -77,6 +77,10 @@ def _resize(self, image, size):
                          "half_pixel_centers": self.half_pixel_centers}
 
 
+def _log_cumsum_exp(self, x, axis):
+    return "logcumsumexp", {"input": x, "dim": int(axis), "exclusive": self.exclusive, "reverse": self.reverse}
+
+
 _EVERYWHERE = ("mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
 _MATH, _RANDOM, _ARRAY = ((f"mindspore.ops.function.{home}_func", *_EVERYWHERE) for home in ("math", "random", "array"))
 
@@ -91,6 +95,7 @@ _FUNCTIONS = (
     ("mindspore.ops.operations.math_ops:Einsum", "__call__", _einsum_primitive),
     ("mindspore.ops.operations.array_ops:Stack", "__call__", _stack),
     ("mindspore.ops.operations.math_ops:AddN", "__call__", _add_n),
+    ("mindspore.ops.operations.math_ops:CumulativeLogsumexp", "__call__", _log_cumsum_exp),  # its axis is a tensor
     ("mindspore.ops.auto_generate:ResizeNearestNeighborV2", "__call__", _resize),
     ("mindspore.ops.auto_generate:ResizeBicubic", "__call__", _resize),
     *((module, "full_like", _full_like) for module in _ARRAY),

@@ -134,10 +134,17 @@ def masked_fill(x, mask, value):
     return Tensor.masked_fill(x, mask, value) if on_cpu() else ops.masked_fill(x, mask, full((), value, x.dtype))
 
 
+def logcumsumexp(input, dim, exclusive=False, reverse=False):
+    """Logarithms of running sums of exponentials, of a dim that is a number: as the class would, which asks for DTensors."""
+    op = ops.CumulativeLogsumexp(exclusive, reverse)
+    return ops.Primitive.__call__(op, input, Tensor(dim)) if 0 not in input._shape else input * 1
+
+
 TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard, "softmax_of_one": softmax_of_one,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
     "masked_fill": masked_fill, "added_once": added_once, "joined_once": joined_once,
+    "logcumsumexp": logcumsumexp,
     "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset
 }

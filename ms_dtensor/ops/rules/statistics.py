@@ -164,6 +164,7 @@ RULES = {
     "reduce_std": _reduction(None, 2), "vector_norm": vector_norm, "lp_norm": lp_norm,
     "logsumexp": _reduction(None),  # over whole dims only: the shards' results do not add up
     "l2_normalize": _made_lines(0), "cumsum": cumsum, "cumprod": _lines(), "cum_extreme": _lines(2), "cummin": _lines(2),
+    "logcumsumexp": _lines(),
     "sort": _lines(2), "sort_classic": _made_lines(-1, 2), "argsort": _lines(), "topk": _lines(2),
     "topk_classic": _lines(2), "log_softmax": log_softmax, "kthvalue": kthvalue, "histogram": histogram,
 }

@@ -104,6 +104,8 @@ _RUNNING = [
     *[f for name in ("cumsum", "cumprod") for f in forms(X if name == "cumsum" else POS, {
         f"mint.{name}": lambda x, name=name: getattr(mint, name)(x, 0), f"ops.{name}": lambda x, name=name: getattr(ops, name)(x, -1),
         f"x.{name}": lambda x, name=name: getattr(x, name)(0)})],
+    *forms(X, {"ops.logcumsumexp": lambda x: ops.logcumsumexp(x, 0), "ops.logcumsumexp(-1)": lambda x: ops.logcumsumexp(x, -1),
+               "x.logcumsumexp": lambda x: x.logcumsumexp(0)}),
     Form("ops.CumSum", lambda x: ops.CumSum()(x, 0), X), Form("ops.CumSum(reverse)", lambda x: ops.CumSum(True, True)(x, 0), X[:2]),
     *[f for name in ("cummax", "cummin") for f in forms(X, {
         f"mint.{name}": lambda x, name=name: getattr(mint, name)(x, 0), f"ops.{name}": lambda x, name=name: getattr(ops, name)(x, -1),
