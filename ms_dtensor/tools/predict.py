@@ -21,6 +21,8 @@ from ..debug.predict.search import GIB, keys, transformer
 from ..errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")  # of a recipe's products
+# of a recipe, as model_zoo/llama/config.py has them
+SECTIONS = ("model", "data", "parallel", "lora", "optim", "train", "checkpoint", "metrics", "guard", "profile")
 MORE = 64  # so many times the ranks are tried, if no plan of this many fits
 
 
@@ -43,6 +45,10 @@ def read(path: Path) -> dict[str, Any]:
         wrong = [f"parallel.{name} = {parallel[name]!r}" for name in ("fsdp", "zero1", "sequence_parallel")
                  if not isinstance(parallel.get(name, False), bool)]
         wrong += [f"train.dtype = {dtype!r}"] if dtype not in DTYPES else []
+    unknown = [str(name) for name in told if name not in SECTIONS] if "model" in told else []
+    if unknown:  # a misspelt one would be left out of the figures without a word
+        raise ConfigError(f"For '{path}', the recipe has sections that no recipe has.", ", ".join(unknown)[:200],
+                          f"They are {', '.join(SECTIONS)}.", "write the section's name as it is there, or leave it out")
     if wrong:
         raise ConfigError(f"For '{path}', the recipe says what cannot be.", ", ".join(wrong)[:200],
                           "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false; "
@@ -175,6 +181,10 @@ def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> t
         raise ConfigError("For 'memory', the batch cannot be cut.", f"--batch {args.batch} over dp = {plan.dp} ranks and "
                           f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
                           f"--batch {args.batch + -args.batch % (plan.dp * plan.micro_batches)}")
+    if model.heads % plan.tp or model.kv_heads % plan.tp:
+        raise ConfigError("For 'memory', heads cannot be cut.", f"{model.heads} heads, {model.kv_heads} of keys, over tp = "
+                          f"{plan.tp} ranks", "Each rank of tp has equally many heads.",
+                          f"--tp {max(t for t in range(1, plan.tp) if model.heads % t == model.kv_heads % t == 0)}")
     one = estimate(model, plan, machine, args.batch, args.seq, args.itemsize)
     ranks = plan.world
     while one.bytes > machine.capacity and ranks <= MORE * plan.world:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ms_dtensor.errors import ConfigError
-from ms_dtensor.tools import cli, doctor, peaks, plot, runs, trackers
+from ms_dtensor.tools import cli, doctor, peaks, plot, predict, runs, trackers
 from ms_dtensor.tools.guard import Guard
 from tests.msrun import PATIENCE
 
@@ -126,6 +126,7 @@ def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
     (["memory", "nowhere.json", "--batch", "8", "--seq", "8"], "no configuration can be read"),
     (["memory", "setup.py", "--batch", "8", "--seq", "8"], "can be read|no mapping"),
     (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--dp", "3", "--batch", "8", "--seq", "8"], "--batch 12"),
+    (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--tp", "12", "--batch", "8", "--seq", "8"], "--tp 8"),
     (["suggest", "model_zoo/llama/configs/llama3_8b.yaml", "--world", "8", "--hardware", "x", "--batch", "8", "--seq", "8"],
      "no machine 'x'")])
 def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
@@ -138,7 +139,7 @@ def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
     ("parallel: {dp: 0}", "dp = 0"), ("parallel: {tp: null}", "tp = None"), ("parallel: {tp: 1.5}", "tp = 1.5"),
     ("parallel: {dp: '2'}", "dp = '2'"), ("parallel: {fsdp: 'no'}", "parallel.fsdp = 'no'"),
     ("parallel: []", "parallel = []"), ("train: {batch: 4, seq: 8, dtype: float8}", "train.dtype = 'float8'"),
-    ("x: " + "[" * 3000, "no configuration can be read")])
+    ("x: " + "[" * 3000, "no configuration can be read"), ("paralel: {tp: 2}", "sections that no recipe has")])
 def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {dim: 64, n_layers: 2, n_heads: 16, n_kv_heads: 8, ffn_dim: 168, vocab_size: 259}\n"
@@ -147,6 +148,13 @@ def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, c
         assert cli.main(command) == 2 and said in capsys.readouterr().err
     recipe.write_text("model: null\ntrain: {batch: -4, seq: 32}\n")
     assert cli.main(["memory", str(recipe)]) == 2 and "model = None" in capsys.readouterr().err
+
+
+def test_the_sections_of_a_recipe_are_all_known():
+    from dataclasses import fields
+
+    from model_zoo.llama.config import Config
+    assert predict.SECTIONS == tuple(f.name for f in fields(Config))
 
 
 # -- guard, peaks ------------------------------------------------------------------------------------------------------

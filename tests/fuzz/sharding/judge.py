@@ -115,6 +115,8 @@ def too_many(program: Program, step: Step, record: Record) -> str:
         if ops:
             return f"reductions: {ops} in micro-batch {m}, which is not synchronised"
     units = sum(w.kind in ("fsdp", "zero1") for w in program.wraps)
+    if step.between in ("freeze", "turn"):  # what is owed of frozen parameters is reduced behind the others
+        units *= 2
     orders = [order for one in step.passes[-1] for order in one.order.values()]
     runs = len(step.passes[-1]) * max([1, *(list(order).count(i) for order in orders for i in order)])
     return f"reductions: {sent[-1]} for {units} units" if runs == 1 and sent[-1].count("reduce_scatter") > units else ""

@@ -156,13 +156,13 @@ class Player:
             params = [params[i] for i in sorted(rng.choice(len(params), (len(params) + 1) // 2, replace=False))]
         return params
 
-    def gradient(self, micro: list[Pass], step: Step) -> tuple[Any, list, list]:
-        """Loss, gradients of the asked parameters, and of the inputs."""
+    def gradient(self, micro: list[Pass], step: Step, params: list | None = None) -> tuple[Any, list, list]:
+        """Loss, gradients of these parameters or of those that the step asks for, and of the inputs."""
         if self.checked:  # a cell that runs again does what it did: one order for all forwards of a gradient
             micro = [micro[0], *(Pass(p.rows, p.seed, micro[0].order, micro[0].off, p.uses) for p in micro[1:])]
         if self.rank is not None and self.rank == step.odd and step.other is not None:
             micro = [*micro[:-1], step.other]
-        batches, params = [self.batch(p) for p in micro], self.asked(step)
+        batches, params = [self.batch(p) for p in micro], self.asked(step) if params is None else params
         inputs, frozen = step.wrt in ("inputs", "both") or not params, list[Any]()
 
         def fn(*xs):
@@ -170,7 +170,7 @@ class Player:
             for k, one in enumerate(micro):
                 if k and step.between == "freeze":
                     frozen.extend(self.turn(step))
-                elif k and step.between:
+                elif k and step.between not in ("", "turn"):
                     every = list(self.net.get_parameters())
                     p = every[step.which % len(every)]
                     write(p, ops.stop_gradient(p) * 0.5 + 0.125, "set_data" if self.copies else step.between)
@@ -205,8 +205,11 @@ class Player:
             last = m == len(step.passes) - 1
             if len(step.passes) > 1:
                 self.sync(last)
+            turned = self.turn(step) if m and step.between == "turn" else []
             with comm.record() as events:
-                found[f"loss {m}"], grads, of_inputs = self.gradient(micro, step)
+                found[f"loss {m}"], grads, of_inputs = self.gradient(micro, step, params)
+            for p in turned:
+                p.requires_grad = not p.requires_grad
             self.sent.append(events)
             for k, g in enumerate(of_inputs):
                 found[f"gradient of input {k}, {m}"] = (g, micro[k].rows)

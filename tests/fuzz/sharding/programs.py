@@ -56,7 +56,9 @@ class Step:
     wrt: str = "params"  # "params", "some", "inputs", "both"
     how: str = "md"  # whose value_and_grad; of a write, which function; of a raise, where from
     then: str = ""  # an optimizer's step, or an evaluation between the micro-batches
-    between: str = ""  # how a parameter is written between two forwards in one gradient; or "freeze": from then on a cell is
+    # how a parameter is written between two forwards in one gradient; "freeze": a cell is from then on; "turn": from the
+    # second micro-batch on a cell is frozen that was trained, or the other way round
+    between: str = ""
     which: int = 0  # number of a parameter, cell or wrap
     odd: int | None = None  # the rank whose last pass is `other`
     other: Pass | None = None
@@ -260,6 +262,8 @@ class _Draw:
                 step.between = self.one(*WRITES)
             if any(len(m) > 1 for m in step.passes) and self.later.random() < .3:
                 step.between = "freeze"
+            elif len(step.passes) > 1 and not step.between and self.later.random() < .2:
+                step.between = "turn"
         elif kind in ("eval", "broken"):
             step.passes, step.how = [[self.passed(program)]], self.one("md", "no_grad")
         elif kind == "raise":
@@ -327,7 +331,7 @@ TRAITS: dict[str, Callable[[Program], None]] = {
     "teacher": _parts(lambda p: setattr(p, "kind", "dense") if p.kind == "teacher" else None),
     "micro": _steps(lambda s: s.passes.__delitem__(slice(1, None))),
     "between": _steps(lambda s: setattr(s, "between", "")),
-    "frozen between": _steps(lambda s: setattr(s, "between", "" if s.between == "freeze" else s.between)),
+    "frozen between": _steps(lambda s: setattr(s, "between", "" if s.between in ("freeze", "turn") else s.between)),
     "checkpoint": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "checkpoint"]),
     "save": lambda p: [w.options.pop("save", None) for w in p.wraps] and None,
     "tp": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "tp"]),
