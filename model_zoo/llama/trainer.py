@@ -218,7 +218,7 @@ class Trainer:
             return loss, grads
         loss, grads, loads = None, (), None
         for i, part in enumerate(self.parts(*batch), 1):
-            if self.mesh is not None:  # summed up before they are reduced
+            if self.mesh is not None and data_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)

@@ -171,7 +171,7 @@ def parameters_kept_whole(world):
     filled(whole)
     md.parallelize_module(filled(fused), mesh_2d()["tp"], md.parallel.FusedColwiseParallel((4, 4, 4), use_local_output=False))
     md.fully_shard(fused, mesh=mesh_2d()["dp"])
-    assert fused.weight.placements[0] == md.Shard(1) and fused.bias.placements[0] == md.Replicate(), fused.weight
+    assert fused.weight.placements[0] == fused.bias.placements[0] == md.FusedShard(0, (4, 4, 4)), fused.weight
     x = md.value_and_grad(lambda x: sum((y ** 2).mean() for y in fused(x)), None, fused.trainable_params())(mine(mesh_2d()["dp"]))
     y = ms.value_and_grad(lambda x: sum((y ** 2).mean() for y in mint.split(whole(x), 4, 1)), None,
                           whole.trainable_params())(Tensor(ROWS))
