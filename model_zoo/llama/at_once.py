@@ -13,20 +13,15 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_dtensor.dispatch.held import holding
-from ms_dtensor.errors import OpRuleError
-from ms_dtensor.internals.names import Function, recording
+from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local.rows_cpu import parts
+
+from .cpu import differentiated_once
 
 
 def fits(x: Tensor) -> bool:
     """Whether a node may stand for layers of this input."""
     return x.dtype == ms.float32 and holding.get() is None
-
-
-def _once() -> None:
-    if recording():
-        raise OpRuleError("For 'train.compile', a second derivative is asked for.", "",
-                          "Products at once are differentiated once.", "train.compile = false")
 
 
 class Products(Function):
@@ -41,7 +36,7 @@ class Products(Function):
 
     @staticmethod
     def backward(ctx, *cotangents: Tensor):
-        _once()
+        differentiated_once("Products at once are")
         x, *weights = (t.asnumpy() for t in ctx.saved_tensors)
         dx, part, dweights = None, None, []
         for dy, w in zip((d.asnumpy() for d in cotangents), weights):
@@ -72,7 +67,7 @@ class Gated(Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        _once()
+        differentiated_once("Products at once are")
         x, w1, w3, w2 = (t.asnumpy() for t in ctx.saved_tensors)
         (gate, up), dy = ctx.hidden, dout.asnumpy()
         dh = dy @ w2

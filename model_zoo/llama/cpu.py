@@ -195,13 +195,18 @@ class AtOnce(Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        if recording():
-            raise OpRuleError("For 'train.compile', a second derivative is asked for.", "",
-                              "Attention at once is differentiated once.", "train.compile = false")
+        differentiated_once("Attention at once is")
         of_rows = varlen_cpu.backward(*ctx.rows, dout.asnumpy().reshape(ctx.result[0].shape), *ctx.result, *ctx.how)
         dq, dkey, dvalue = (x.reshape(*dout.shape[:2], *x.shape[1:]) for x in of_rows)
         dq, dkey = (turned(x, ctx.cos, ctx.sin, ctx.turn, back=True) for x in (dq, dkey))
         return None, None, *map(Tensor.from_numpy, (dq, dkey, dvalue))
+
+
+def differentiated_once(said: str) -> None:
+    """Refuses a derivative of a gradient; `said`: of what, and its verb."""
+    if recording():
+        raise OpRuleError("For 'train.compile', a second derivative is asked for.", "", f"{said} differentiated once.",
+                          "train.compile = false")
 
 
 @lru_cache(maxsize=8)

@@ -215,7 +215,7 @@ class ArrayOps(TensorOps):
 
     @staticmethod
     def join(parts: Sequence[Any], dim: int) -> Any:
-        return np.concatenate(parts, dim)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, dim)
 
     @staticmethod
     def empty(shape: Sequence[int], dtype: Any) -> Any:

@@ -13,7 +13,7 @@ from ..core.mesh import DeviceMesh
 from ..dispatch.held import holding
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import ConfigError
-from ..parallel.sharding.call import UNIT
+from ..parallel.sharding.call import cells_in, units_of
 
 if TYPE_CHECKING:
     from .split import Tie
@@ -80,10 +80,8 @@ class PipelineStage:
     def _gated(self) -> Iterator[None]:
         """Inside, gates stand in the place of trainable parameters; units see to those for which they put others there."""
         store: Any = holding.get()
-        cells = _cells(self.module)
-        units = {id(u): u for cell in cells if (u := cell.__dict__.get(UNIT)) is not None}
-        theirs = {(id(cell), key) for unit in units.values() for cell, key, _ in unit.standing}
-        slots = [(held, key, p) for cell in cells for key, p in cell._params.items()
+        theirs = {(id(cell), key) for unit in units_of(self.module) for cell, key, _ in unit.standing}
+        slots = [(held, key, p) for cell in cells_in(self.module) for key, p in cell._params.items()
                  if isinstance(p, Parameter) and p.requires_grad and (id(cell), key) not in theirs
                  for held in (cell._params, cell.__dict__) if key in held]
         for held, key, p in slots:
@@ -100,14 +98,3 @@ class PipelineStage:
             tell = cell.__dict__.get("set_requires_gradient_sync")
             if tell is not None:
                 tell(now, recurse=False)
-
-
-def _cells(cell: nn.Cell) -> list[nn.Cell]:
-    """A cell and those inside, each once; `cells_and_names`, which makes names, takes several times as long."""
-    found, left = {id(cell): cell}, [cell]
-    while left:
-        for inside in left.pop()._cells.values():
-            if inside is not None and id(inside) not in found:
-                found[id(inside)] = inside
-                left.append(inside)
-    return list(found.values())

@@ -336,20 +336,24 @@ class Reduction:
                        for i, key in asked.items() if key in self._owed or i in late}
             sums |= self._reduced(block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
-            frozen = () if self._keeps else [key for key in self.params if key in self._owed and key in gradients
-                                             and key not in self._places]  # since; in one order on all ranks
-            for key in frozen:
-                self._add_bucket([self.params[key]])
-            for bucket in () if self._keeps else self.buckets:
-                for i, key in enumerate(map(id, bucket.params)):
-                    if key in self._owed and key in gradients:
-                        sums[key] = bucket.put(i, self._owed.pop(key))
-                bucket.begin(", owed")
-                bucket.finish(self.scale, self.main)
+            if not self._keeps:
+                self._deliver_kept(gradients, sums)
             for key, total in sums.items():
                 write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
         for key in sums:
             run_hooks(self.params[key], gradients[key])
+
+    def _deliver_kept(self, gradients: dict[int, Tensor], sums: dict[int, Tensor]) -> None:
+        """What is owed of kept parameters, added up over the ranks, goes into `sums`."""
+        for key, param in self.params.items():  # in one order on all ranks
+            if key in self._owed and key in gradients and key not in self._places:  # it has been frozen since
+                self._add_bucket([param])
+        for bucket in self.buckets:
+            for i, key in enumerate(map(id, bucket.params)):
+                if key in self._owed and key in gradients:
+                    sums[key] = bucket.put(i, self._owed.pop(key))
+            bucket.begin(", owed")
+            bucket.finish(self.scale, self.main)
 
     def begin(self) -> None:
         """A forward begins: what is still there was left behind by a backward that raised."""
