@@ -273,7 +273,7 @@ class _Invocation:
                 self._collect(i, a, g, flat)
 
 
-class _Bprop(nn.Cell):
+class Bprop(nn.Cell):
     """The one cell whose `bprop` carries all first-order DFunctions."""
 
     def construct(self, invocation, *tensors):
@@ -294,8 +294,8 @@ class _Bprop(nn.Cell):
 
 
 @functools.cache
-def _node() -> _Bprop:
-    return _Bprop()
+def _node() -> Bprop:
+    return Bprop()
 
 
 class _Second(Function):

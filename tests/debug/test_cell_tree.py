@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
 from ms_dtensor import (
     ColwiseParallel,
+    DFunction,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -51,6 +53,36 @@ class Net(nn.Cell):
 def mesh():
     with comm.fake_world(4):
         yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+
+class Summed(DFunction):
+    """Communicates by itself, as a ring does."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return group.all_reduce(x, "sum")
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None
+
+
+class Sums(nn.Cell):
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def construct(self, x):
+        return Summed.apply(x, self.group)
+
+
+def test_a_function_that_communicates_is_its_callers(mesh):
+    """MindSpore has a cell of ours behind it, which no user knows: outside of all cells there is no name."""
+    group = mesh.get_group()
+    for run, name in ((Sums(group), "Sums"), (lambda x: Summed.apply(x, group), "")):
+        with CommDebugMode() as mode:
+            ms.grad(lambda x, run=run: run(x).sum())(X)
+        assert [(e.op, e.module) for e in mode.events] == [("all_reduce", name)]
 
 
 def test_forward_and_backward_are_the_cells(mesh):
