@@ -36,7 +36,7 @@ from model_zoo.llama.kept import choose
 from model_zoo.llama.ranks import script
 from ms_dtensor.comm.buffers import communicator_bytes
 from ms_dtensor.core.files import replacing
-from ms_dtensor.debug.predict.peak import Held, peak
+from ms_dtensor.debug.predict.peak import ROWS, Held, peak
 from ms_dtensor.pipeline.builders import BUILDERS
 from ms_dtensor.pipeline.order import simulate
 from ms_dtensor.pipeline.split import balanced
@@ -225,21 +225,27 @@ def per_rank(cfg: Config) -> dict[str, int]:
     return max((of_share(cfg, share) for share in shares(cfg)), key=lambda rows: sum(rows.values()))
 
 
-def of_share(cfg: Config, share: Share) -> dict[str, int]:
-    """Bytes by what they are for, of one stage's rank."""
+def held(cfg: Config, share: Share) -> Held:
+    """What one stage's rank has, as the formula takes it."""
     m, t, p, s = cfg.model, cfg.train, cfg.parallel, Sizes(cfg)
     wide = {"float32": 4, "bfloat16": 2}[t.dtype]
     parameters, others = s.parameters(share), s.other_parameters(share)
     vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size
-    held = Held(
+    rows = 0 if p.ep == 1 else ROWS * s.tokens * m.experts.per_token * m.dim
+    return Held(
         parameters, s.own(share) if p.fsdp or p.zero1 else parameters, others, s.block_parameters, share.layers,
         share.blocks, saved_by_block(cfg, wide), s.own_tokens * m.dim * wide,
         sum(choose(cfg).bytes.values()) if t.recompute else 0, share.heads * s.tokens * vocab,
-        s.tokens * max(m.dim, 2 * s.ffn) * wide, wide,
-        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches > 1,
-        cfg.optim.offload)
-    rows = {what: int(size) for what, size in peak(held).items()}
-    return rows | {"communication buffers": communicators(p) * communicator_bytes()}
+        2 * share.heads * s.tokens * m.dim * wide, max(s.tokens * max(m.dim, 2 * s.ffn) * wide, rows), wide,
+        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, min(2, t.micro_batches - 1), p.dp * p.cp > 1,
+        4 if p.cp > 1 or p.ep > 1 else wide,  # of units over several axes each gradient is one in float32
+        cfg.optim.offload, p.loss_parallel and p.tp > 1)
+
+
+def of_share(cfg: Config, share: Share) -> dict[str, int]:
+    """Bytes by what they are for, of one stage's rank."""
+    rows = {what: int(size) for what, size in peak(held(cfg, share)).items()}
+    return rows | {"communication buffers": communicators(cfg.parallel) * communicator_bytes()}
 
 
 def report(cfg: Config) -> str:

@@ -446,13 +446,10 @@ def balance_of_shared_sequences(mesh: DeviceMesh):
 
 
 def experts_on_widths(core, mesh: DeviceMesh, cut: bool, rows):
-    """The experts of f32[n@dp, d]: with their widths cut, each tp rank has a summand of the result."""
-    if on_cpu():
-        weights = [{"tp": Shard(dim)} if cut else {} for dim in (1, 2, 1)]
-        return local_map(core, rows | ({"tp": Partial()} if cut else {}), (rows, rows, rows, *weights),
-                         device_mesh=mesh, redistribute_inputs=True, out_shapes=lambda x, *rest: x)
+    """The experts of f32[n@dp, d]: with their widths cut, each tp rank has a summand of the result.
 
-    def run(*operands):
-        with implicit_replication():  # tables that the device's ops need
-            return core(*operands)
-    return run
+    Each rank sorts its own rows; on DTensors the device's ops sort those of all, for which rows and products would travel.
+    """
+    weights = [{"tp": Shard(dim)} if cut else {} for dim in (1, 2, 1)]
+    return local_map(core, rows | ({"tp": Partial()} if cut else {}), (rows, rows, rows, *weights), device_mesh=mesh,
+                     redistribute_inputs=True, out_shapes=lambda x, *rest: x)

@@ -53,7 +53,7 @@ from .cpu import compile_attention
 from .data import Text, stream_values
 from .joined import Apart, parts_of
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import data_axes, here, own_list, own_rows, parallelize, stage_mesh
+from .parallelize import data_axes, here, own_list, own_rows, parallelize, stage_mesh, token_axes
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zbh1": ScheduleZBH1,
              "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
@@ -218,7 +218,7 @@ class Trainer:
             return loss, grads
         loss, grads, loads = None, (), None
         for i, part in enumerate(self.parts(*batch), 1):
-            if self.mesh is not None and data_axes(self.mesh).size() > 1:  # summed up before they are reduced
+            if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)

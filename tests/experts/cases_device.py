@@ -15,6 +15,7 @@ from model_zoo.llama.parallelize import Cut, CutExperts, lay_out_experts, make_m
 from ms_dtensor import Replicate, Shard
 from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.internals.names import Function
+from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
 from tests.cases import case
 from tests.dist.support import array
@@ -85,7 +86,12 @@ def kernels(device):
             return Gated.apply(x, device)
         a, b = ops.chunk(x, 2, dim)
         return a * ops.sigmoid(a) * b
+    def plain(twin, kernel):
+        return lambda x, *rest: (twin if type(x) is Tensor or type(x) is tuple else kernel)(x, *rest)
+    permute, unpermute, stack = ops.moe_token_permute, ops.moe_token_unpermute, mint.stack
+    mint.stack = plain(ops.stack, stack)
     had = module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort
+    ops.moe_token_permute, ops.moe_token_unpermute = plain(twins.permute, permute), plain(twins.unpermute, unpermute)
     module.auto_generate.grouped_matmul_v4 = asking(grouped, "grouped_matmul_v4", device)
     mint.sort = asking(stable_sort, "sort", device)
     ops.swiglu = asking(gated, "swiglu", device)
@@ -93,6 +99,7 @@ def kernels(device):
         yield
     finally:
         module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort = had
+        ops.moe_token_permute, ops.moe_token_unpermute, mint.stack = permute, unpermute, stack
 
 
 def asked_by_autograd(y) -> int:
@@ -209,30 +216,34 @@ def with_room_for_so_many_the_host_never_waits(world):
         everything(device)
 
 
+def layer(cfg) -> Experts:
+    """The recipe's mixture, of drawn weights."""
+    cell, rng = Experts(cfg), np.random.default_rng(3)
+    for name, p in cell.parameters_and_names():
+        p.name = name
+        p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32) * 0.4))
+    return cell
+
+
+def run_of(cell, t: int, x, cot) -> tuple:
+    """A loss of it, its experts' loads, and all gradients."""
+    def loss(x):
+        y, shares, loads = cell(x, t)
+        return (y * cot).sum() + shares.sum(), loads
+    (value, loads), (dx, grads) = md.value_and_grad(loss, 0, cell.trainable_params(), has_aux=True)(x)
+    return value, loads, dx, *grads
+
+
 @case(world_size=4, timeout=240)
 def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
     """Its router, its capacity over sequences, its experts: values and gradients of one device, by the device's branch."""
     t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2, capacity=0.7, shared=1))
     x, cot = (np.random.default_rng(i).normal(size=(8 * t, 16)).astype(np.float32) for i in (1, 2))
-
-    def layer():
-        cell, rng = Experts(cfg), np.random.default_rng(3)
-        for name, p in cell.parameters_and_names():
-            p.name = name
-            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32) * 0.4))
-        return cell
-
-    def run(cell, x, cot):
-        def loss(x):
-            y, shares, loads = cell(x, t)
-            return (y * cot).sum() + shares.sum(), loads
-        (value, loads), (dx, grads) = md.value_and_grad(loss, 0, cell.trainable_params(), has_aux=True)(x)
-        return value, loads, dx, *grads
-    want = [array(v) for v in run(layer(), Tensor(x), Tensor(cot))]
+    want = [array(v) for v in run_of(layer(cfg), t, Tensor(x), Tensor(cot))]
     assert 0 < want[1].sum() < 8 * t * 2, "some are dropped, and not all"
     for parallel in (ParallelConfig(4, ep=2), ParallelConfig(4, ep=4), ParallelConfig(2, 2, ep=2)):
         with rehearsed(clock=False) as device, kernels(device):
-            mesh, cell = make_mesh("npu", parallel), layer()
+            mesh, cell = make_mesh("npu", parallel), layer(cfg)
             md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "shared": Cut()})  # whole on tp
             lay_out_experts(cell, mesh, parallel)
             md.parallelize_module(cell.experts, mesh["ep", "tp"], CutExperts(True))
@@ -241,9 +252,33 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
             rows = [Shard(0), Shard(0), Replicate()]
             args = [pieces(a, mesh, rows) for a in (x, cot)]
             device.syncs.clear()
-            out = run(cell, *args)
+            out = run_of(cell, t, *args)
             assert not waits(device), (parallel, waits(device))
             got = [array(v) for v in out]
+        assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)
+
+
+@case(world_size=4, timeout=240)
+def experts_that_are_not_cut_over_ranks_take_their_own_tokens(world):
+    """No row travels over dp: what does are the gradients, and what the losses of balance and the loads are made of."""
+    t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2))
+    x, cot = (np.random.default_rng(i).normal(size=(8 * t, 16)).astype(np.float32) for i in (1, 2))
+    want = [array(v) for v in run_of(layer(cfg), t, Tensor(x), Tensor(cot))]
+    for parallel in (ParallelConfig(4), ParallelConfig(2, 2), ParallelConfig(2, 2, expert_tp=False)):
+        with rehearsed(clock=False) as device, kernels(device):
+            mesh, cell = make_mesh("npu", parallel), layer(cfg)
+            cut = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)} if parallel.expert_tp else {}
+            md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "experts": Cut(**cut)})
+            lay_out_experts(cell, mesh, parallel)
+            md.replicate(cell, mesh=mesh["dp"])
+            args = [pieces(a, mesh, [Shard(0), Replicate()]) for a in (x, cot)]
+            with md.comm.record() as events:
+                out = run_of(cell, t, *args)
+            got = [array(v) for v in out]
+        over_dp = Counter(e.op for e in events if "dp" in e.axes)
+        assert over_dp == {"all_reduce": over_dp["all_reduce"]} and over_dp["all_reduce"] <= 4, (parallel, events)
         assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)

@@ -145,6 +145,39 @@ def test_the_pages_table_has_the_files_figures():
         assert said.endswith(f"| {small[0]} NPUs: {small[2]} | {many[2]} |"), name
 
 
+ALONE = ["--parallel.tp", "1", "--parallel.dp", "8", "--parallel.sequence_parallel", "false", "--train.micro_batches", "1"]
+FSDP = [*ALONE, "--parallel.fsdp", "true"]
+LONG, AGAIN = ["--train.seq", "8192"], ["--train.recompute", "true"]
+STAGES = {"70b": ["--parallel.dp", "8", "--parallel.pp", "4", "--train.batch", "64", "--train.micro_batches", "8", *LONG],
+          "405b": ["--parallel.dp", "8", "--parallel.pp", "16", "--train.batch", "256", "--train.micro_batches", "32"]}
+SAID = [  # words of a page, whose numbers are GiB by formula: of each the file, the ranks and the options
+    ("recipes_models", r"and (\S+) GiB are needed in place of (\S+) \((\S+) without", [
+        ("8b", 8, [*FSDP, *LONG, *AGAIN, "--train.recompute_gib", "5"]), ("8b", 8, [*FSDP, *LONG, *AGAIN]),
+        ("8b", 8, [*FSDP, *LONG])]),
+    ("recipes_models", r"no product and no attention runs again, in (\S+)\. ", [
+        ("8b", 8, [*FSDP, *LONG, *AGAIN, "--train.recompute_gib", "24"])]),
+    ("recipes_models", r"`--optim.offload true` makes (\S+) GiB (\S+)\. ", [
+        ("8b", 8, [*FSDP, *LONG]), ("8b", 8, [*FSDP, *LONG, "--optim.offload", "true"])]),
+    ("recipes_models", r"`dp=8` needs (\S+) GiB and\ngets `--parallel.fsdp true  needs (\S+) GiB`; 70B on eight needs (\S+)", [
+        ("8b", 8, ALONE), ("8b", 8, FSDP), ("70b", 8, ["--parallel.dp", "1"])]),
+    ("recipes_models", r"70B on 256 NPUs in four stages (\S+), 405B on 1024 in sixteen (\S+) \(", [
+        ("70b", 256, STAGES["70b"]), ("405b", 1024, STAGES["405b"])]),
+    ("howto/long_contexts", r"8B on 64 NPUs (\S+) GiB, 70B on 256 (\S+), 405B on 2,048 (\S+);", [
+        ("8b", 64, None), ("70b", 256, None), ("405b", 2048, None)])]
+
+
+@pytest.mark.parametrize(("page", "words", "rows"), SAID, ids=lambda x: x[-30:] if isinstance(x, str) else None)
+def test_what_a_page_says_of_memory_is_the_formulas(page, words, rows):
+    """Of long contexts the first row of a file with 128K tokens."""
+    (said,) = re.findall(words, Path(f"docs/{page}.md").read_text("utf-8"))
+    for number, (name, npus, options) in zip([said] if isinstance(said, str) else said, rows, strict=True):
+        file = CONFIGS / f"llama3_{name}.yaml"
+        if options is None:
+            options = next(o for n, o, _ in memory.documented(file) if n == npus and "131072" in o)
+        total = sum(memory.per_rank(load(["--config", str(file), *options], npus)[0]).values())
+        assert number == f"{total / 2**30:.1f}", (name, npus, options)
+
+
 @pytest.mark.parametrize("case", compare_losses.CASES, ids=lambda case: case.name)
 def test_a_mesh_that_losses_are_compared_on_is_what_its_name_says(case):
     """A flag in another one's place would compare another mesh, or stop the tool."""

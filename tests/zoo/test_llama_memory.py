@@ -150,6 +150,8 @@ def test_what_blocks_save_is_the_count(parallel, joined, monkeypatch):
 EIGHT = ["llama3_8b", "--model.n_layers", "8", "--parallel.tp", "1", "--parallel.dp", "8", "--parallel.sequence_parallel",
          "false", "--train.micro_batches", "1"]
 TWICE = ["--train.micro_batches", "2", "--train.batch", "16"]
+CONTEXT = ["--parallel.dp", "1", "--parallel.cp", "8", "--parallel.tp", "1", "--parallel.sequence_parallel", "false",
+           "--parallel.fsdp", "true", "--train.micro_batches", "2", "--train.batch", "2", "--train.seq", "8192"]
 STEPS = {  # ranks, options
     "dp": (8, EIGHT), "dp, recomputed": (8, [*EIGHT, "--train.recompute", "true"]),
     "dp, two micro-batches": (8, [*EIGHT, *TWICE]), "fsdp": (8, [*EIGHT, "--parallel.fsdp", "true"]),
@@ -163,19 +165,26 @@ STEPS = {  # ranks, options
     "tp": (8, ["llama3_8b", "--model.n_layers", "8"]),
     "tp and fsdp": (16, ["llama3_8b", "--model.n_layers", "8", "--parallel.dp", "2", "--parallel.fsdp", "true"]),
     "wide blocks": (512, ["llama3_405b", "--model.n_layers", "4"]), "70B": (64, ["llama3_70b", "--model.n_layers", "8"]),
-    "Qwen": (8, ["qwen2_7b", "--model.n_layers", "4"])}
+    "Qwen": (8, ["qwen2_7b", "--model.n_layers", "4"]),
+    "context, two micro-batches": (8, ["llama3_1b", "--model.n_layers", "4", *CONTEXT]),
+    "Mixtral": (64, ["mixtral_8x7b", "--model.n_layers", "2"]),
+    "Mixtral, every expert on each rank": (512, ["mixtral_8x7b", "--model.n_layers", "2", "--parallel.dp", "64",
+                                                 "--train.batch", "64", "--train.seq", "8192"]),
+    "Mixtral, experts of others": (64, ["mixtral_8x7b", "--model.n_layers", "2", "--parallel.ep", "8"])}
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_formula_is_a_dry_runs_peak(name):
-    """Of the program itself, on the branch for Ascend: at most 2 % below it, and not far above. What a dry run tells on CPU
+    """Of the program itself, on the branch for Ascend: at most 2 % below it, and 4 % above, 11 where
+    rows of experts come and go. What a dry run tells on CPU
     is what ranks take there, within 2 % (`scripts/bench/predicted.py`)."""
     world, (file, *options) = STEPS[name]
     cfg = load(["--config", f"model_zoo/llama/configs/{file}.yaml", *options], world)[0]
     told = dry_step(cfg, world, device="Ascend").memory().peak
     rows = memory.per_rank(cfg)
     by_formula = sum(rows.values()) - rows["communication buffers"]
-    assert 0.98 * told <= by_formula <= 1.13 * told, (told / 2**30, by_formula / 2**30, rows)
+    most = 1.04 if cfg.model.experts is None else 1.11
+    assert 0.98 * told <= by_formula <= most * told, (told / 2**30, by_formula / 2**30, rows)
 
 
 @pytest.mark.parametrize("file", sorted(Path("model_zoo/llama/configs").glob("*_*.yaml")), ids=lambda file: file.stem)
@@ -218,8 +227,8 @@ SEVENTY_B = ["--config", "model_zoo/llama/configs/llama3_70b.yaml", "--parallel.
 
 
 @pytest.mark.parametrize(("options", "needs", "way"), [
-    (EIGHT_B, "129.5 GiB, and a 64 GB card has 58.0", "--parallel.fsdp true  needs 38.3 GiB"),
-    (SEVENTY_B, "170.0 GiB, and a 64 GB card has 58.0", "on 32 ranks: --parallel.dp 4  needs 45.4 GiB")])
+    (EIGHT_B, "129.5 GiB, and a 64 GB card has 58.0", "--parallel.fsdp true  needs 38.4 GiB"),
+    (SEVENTY_B, "136.7 GiB, and a 64 GB card has 58.0", "on 32 ranks: --parallel.dp 4  needs 36.2 GiB")])
 def test_what_does_not_fit_is_refused_with_the_nearest_layout_that_does(options, needs, way):
     cfg, _ = load(options, 8)
     with pytest.raises(ConfigError) as error:
@@ -291,7 +300,8 @@ def test_communicators_are_those_that_a_rank_makes(parallel, count):
 
 
 def test_buffers_that_are_stated_too_large_are_refused_with_those_that_fit(monkeypatch):
-    cfg, _ = load(["--config", "model_zoo/llama/configs/llama3_8b.yaml", "--parallel.dp", "2", "--parallel.tp", "4"], 8)
+    cfg, _ = load(["--config", "model_zoo/llama/configs/llama3_8b.yaml", "--parallel.dp", "2", "--parallel.tp", "4",
+                   "--parallel.fsdp", "true"], 8)
     fits.refuse_too_large(cfg, 8, memory.USABLE, "a 64 GB card has", True)
     monkeypatch.setenv("HCCL_BUFFSIZE", "8000")
     with pytest.raises(ConfigError, match="communication buffers: 46.9.*") as error:

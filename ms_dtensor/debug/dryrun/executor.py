@@ -127,6 +127,8 @@ class Job:
 
     def _like_first(self) -> Tensor:
         shape, dtype, _ = self.operands[0]
+        if not self.executor.on_host and nbytes(dtype) == 2:
+            dtype = ms.float32  # as `wider` makes them
         return self.executor.ledger.new(shape, dtype, "activations", self.event)
 
     def gradients(self, grads, saved) -> list:

@@ -34,9 +34,9 @@ _KEEPS_NOTHING = frozenset((
     "repeat", "tile"))
 
 
-# Forms of ours that are several ops on a device, and one node on a host: tensors of the first operand's size that they keep
-# in its place, and that a backward has beside these and its result. Cross entropy by classes: logits less the greatest, and
-# their exponentials; the gradients of both.
+# Forms of ours that are several ops on a device, and one node on a host: tensors of the first operand's shape, of 16 bits in
+# float32, that they keep in its place, and that a backward has beside these and its result. Cross entropy by classes: logits
+# less the greatest, and their exponentials; the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
 _STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 BY_NUMPY = frozenset(("class_sums", "row_max", "rms_norm"))  # on a host one node of the library's own, forward and backward

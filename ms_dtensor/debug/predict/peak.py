@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of one rank at the peak of a training step, by formula: the one that `memory`, `suggest`, and the recipe use.
 
-A step needs most at one of three moments, and what is there at one is mostly gone at the next: when the loss is taken, all
+A step needs most at one of four moments, and what is there at one is mostly gone at the next: when the loss is taken, all
 saved results and the logits are there, and no gradient of this micro-batch; when the backward begins, the first gradients
-come beside all that is saved; at its end all gradients are there, and are packed and reduced, and nothing is saved. A sum of
-all of these is up to half too much. What a kernel takes beside is not known. `tests/zoo/test_llama_memory.py` compares with
-dry runs, and these were compared with what ranks really take. Pure arithmetic.
+come beside all that is saved; in the last block most gradients are there, and one block's results; at the end all
+gradients are there, and are packed and reduced, and nothing is saved. A sum of all of these is up to half too much. What a
+kernel takes beside is not known. `tests/zoo/test_llama_memory.py` compares with dry runs, and these were compared with what
+ranks really take. Pure arithmetic.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Literal
 
 MASTER = 4  # bytes of a parameter that is trained, and of its gradient
 MOMENTS = 8  # AdamW's
+ROWS = 11  # bytes an element of a choice's row, twice: of experts of other ranks rows are cast, gathered, added in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,16 @@ class Held:
         inputs: bytes of a block's input.
         kept: bytes of results that all recomputed blocks keep together.
         logits: of all micro-batches whose logits wait.
+        read: bytes of what the norm and the head have read for them.
         largest: bytes of the largest result of an op.
         itemsize: bytes of what is computed with.
         sharded: what data parallelism cuts.
         recompute: whether blocks run again in the backward.
-        accumulates: whether gradients of several micro-batches are added up.
+        before: micro-batches before whose gradients are there, 2 at most: the sum of all, and what the last one gave.
+        owed: whether these wait whole, beside, to be reduced with the last one's: of several ranks of data parallelism.
+        arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
+        classes_cut: whether ranks share the classes of the logits, and the loss is `loss_parallel`.
     """
 
     parameters: float
@@ -49,43 +55,62 @@ class Held:
     inputs: float
     kept: float
     logits: float
+    read: float
     largest: float
     itemsize: int
     sharded: Literal["none", "zero1", "fsdp"]
     recompute: bool
-    accumulates: bool
+    before: int
+    owed: bool
+    arrives: int
     offloaded: bool = False
+    classes_cut: bool = False
 
 
 def moments(h: Held) -> dict[str, dict[str, float]]:
     """By moment: bytes by what they are for."""
     b, whole, cut = h.itemsize, MASTER * h.parameters, h.sharded != "none"
-    waiting = min(1.0, h.layers) if h.recompute else h.waiting
     here = h.own if not h.offloaded else min(h.own, 2 * (h.block + h.ends / 2) * h.own / h.parameters)
     state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * here}
-    saved = {"saved by blocks": waiting * h.saved, "results that they keep": h.kept,
+    one = min(1.0, h.layers) * h.saved  # block's
+    saved = {"saved by blocks": not h.recompute and h.waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     own = MASTER * h.own if cut else whole
-    before = h.accumulates * (whole + own)  # of micro-batches before: the sums, and what a call without reduction gives
+    given, owed = h.before * own, h.owed and h.before > 0
     if h.sharded == "fsdp":
-        gathered, at_work = b * h.ends, b * h.block
+        gathered, at_once = b * h.ends, b * h.block
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
         blocks = h.block * (min(1.0, h.layers) if h.recompute and h.sharded == "none" else h.layers)
-        gathered, at_work = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0
-    name = "gathered parameters" if cut else "their copies in 16 bits"
-    first = MASTER * h.block * (1 + cut) + b * h.ends / 2  # a block's, joined too if they are cut; the head's
-    # of the largest unit as they come and joined, and each unit's result beside what is given of it; else the embedding's
-    reduced = 2 * MASTER * max(h.ends, h.block) + own if cut else MASTER * h.ends / 2
-    ends = before + own if cut else max(before, own)
-    return {
-        # themselves and the exponentials, and of both the gradient
-        "the loss": {**state, name: gathered + at_work, "gradients, float32": before, **saved,
-                     "logits and loss": h.logits * (2 * b + 2 * 4)},
-        "the backward begins": {**state, name: gathered + at_work, "gradients, float32": before + first, **saved,
-                                "temporaries": 2 * h.largest},
-        # a block's room is there until the graph is gone; as much again is what dry runs have seen beside it
-        "the backward ends": {**state, name: 2 * at_work, "gradients, float32": ends + reduced,
-                              "saved by blocks": min(1.0, h.layers) * h.saved, "temporaries": 2 * h.largest}}
+        gathered, at_once = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0
+    read, name = "what the embedding and the norm made", "gathered parameters" if cut else "their copies in 16 bits"
+    # float32: with cut classes logits less the greatest, their exponentials, and the gradients of both, beside the logits'
+    # own; with whole ones the exponentials and a gradient, beside the logits and theirs
+    loss = b + 4 * 4 if h.classes_cut else 2 * b + 2 * 4
+    # Of a block either what its backward works with is there, or its gradients beside each other; what was gathered for
+    # running it again is there as it came, too.
+    joined, of_head = MASTER * cut * h.block, h.arrives * h.ends / 2
+    working = {"saved by blocks": one, "temporaries": 2 * h.largest}
+    working, reduced = (working, 0.0) if sum(working.values()) > joined else ({}, joined)
+    block = (h.arrives if cut else MASTER) * h.block + reduced
+    in_block = {**state, name: gathered + at_once * (1 + h.recompute), read: h.read / 2}
+    others = saved if h.recompute else saved | {"saved by blocks": saved["saved by blocks"] - one}
+    made = {
+        "the loss": {**state, name: gathered + at_once, "gradients, float32": given + owed * whole, **saved,
+                     read: h.read, "logits and loss": h.logits * loss},
+        "the backward begins": {**in_block, **others,
+                                **{what: size + others.get(what, 0.0) for what, size in working.items()},
+                                "gradients, float32": given + owed * whole + of_head + block}}
+    if not cut:  # all are there, and the embedding's twice
+        return made | {"the backward ends": {
+            **state, "gradients, float32": given + owed * whole + whole + MASTER * h.ends / 2}}
+    each = MASTER * owed  # what is owed of a unit goes when it is reduced
+    return made | {
+        "the last block": {**in_block, **working,
+                           "gradients, float32": given + own + of_head + block + each * (h.block + h.ends)},
+        # where blocks run again, what is gathered goes with the graph; of float32 each unit's result lies beside its shards
+        "the backward ends": {**state, name: (h.sharded == "fsdp" and h.recompute) * (gathered + at_once),
+                              "gradients, float32": given + own + (h.arrives + MASTER + each) * h.ends
+                              + (b == MASTER) * own}}
 
 
 def peak(h: Held) -> dict[str, float]:
@@ -94,9 +119,9 @@ def peak(h: Held) -> dict[str, float]:
     Example:
         >>> from ms_dtensor.debug.predict.peak import Held, peak
         >>> eight_b = Held(parameters=8e9, own=1e9, ends=1e9, block=218e6, layers=32, waiting=32, saved=0.6e9, inputs=33e6,
-        ...                kept=0, logits=4096 * 128256, largest=0.2e9, itemsize=2, sharded="fsdp", recompute=False,
-        ...                accumulates=False)
+        ...                kept=0, logits=4096 * 128256, read=67e6, largest=0.2e9, itemsize=2, sharded="fsdp",
+        ...                recompute=False, before=0, owed=False, arrives=2)
         >>> f"{sum(peak(eight_b).values()) / 1e9:.1f} GB"
-        '39.9 GB'
+        '40.0 GB'
     """
     return max(moments(h).values(), key=lambda rows: sum(rows.values()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .cost import Collective, Op, Work, seconds, together, total
 from .hardware import Hardware
-from .peak import Held, peak
+from .peak import ROWS, Held, peak
 from .transformer import Part, Plan, Transformer, block, ends
 
 GRADIENT = 4  # bytes of a parameter's, float32
@@ -170,9 +170,12 @@ def memory(model: Transformer, plan: Plan, parts: list[Part], itemsize: int, mac
     block_weights = (own - parameters_of_ends(model, plan)) / blocks
     between = itemsize * tokens * model.dim / (plan.tp if plan.sequence_parallel else 1)
     whole = plan.recompute == "full"
+    rows = ROWS * tokens * model.per_token * model.dim if plan.ep > 1 else 0
     held_at_once = Held(
         own, own if plan.sharded == "none" else cut, parameters_of_ends(model, plan), block_weights, blocks,
         blocks * held(plan), sum(part.saved for part in parts) if whole else saved(parts, plan), between, 0.0,
-        tokens * model.vocab / plan.tp, itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), itemsize,
-        plan.sharded, whole, plan.micro_batches > 1)
+        tokens * model.vocab / plan.tp, 2 * itemsize * tokens * model.dim,
+        max(itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), rows), itemsize, plan.sharded, whole,
+        min(2, plan.micro_batches - 1), plan.dp * plan.cp > 1,
+        4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1)
     return peak(held_at_once) | {"communication buffers": communicators(plan) * machine.communicator}
