@@ -273,8 +273,10 @@ class _Invocation:
                 self._collect(i, a, g, flat)
 
 
-class Bprop(nn.Cell):
+class _Bprop(nn.Cell):
     """The one cell whose `bprop` carries all first-order DFunctions."""
+
+    _ms_dtensor_unnamed = True  # nobody knows it: communication inside is its caller's (`debug/cell_names.py`)
 
     def construct(self, invocation, *tensors):
         return invocation.forward(tensors)
@@ -294,8 +296,8 @@ class Bprop(nn.Cell):
 
 
 @functools.cache
-def _node() -> Bprop:
-    return Bprop()
+def _node() -> _Bprop:
+    return _Bprop()
 
 
 class _Second(Function):

@@ -16,7 +16,6 @@ from mindspore import Parameter, nn
 
 from .. import comm
 from ..comm.record import note
-from ..custom_ops.function import Bprop
 from ..dispatch.patches.undo import Patched
 from ..dispatch.replaced import current
 
@@ -100,7 +99,7 @@ class CellNames:
 def _named(call):
     def __call__(self, *args, **kwargs):  # noqa: N807
         names = _names.get()
-        if names is None or self.__class__ is Bprop:  # the library's own, behind a function that is no cell
+        if names is None or getattr(type(self), "_ms_dtensor_unnamed", False):
             return call(self, *args, **kwargs)
         with comm.annotate(module=names.enter(self, note().module)):
             return call(self, *args, **kwargs)

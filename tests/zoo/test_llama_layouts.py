@@ -158,7 +158,7 @@ SAID = [  # words of a page, whose numbers are GiB by formula: of each the file,
         ("8b", 8, [*FSDP, *LONG, *AGAIN, "--train.recompute_gib", "24"])]),
     ("recipes_models", r"`--optim.offload true` makes (\S+) GiB (\S+)\. ", [
         ("8b", 8, [*FSDP, *LONG]), ("8b", 8, [*FSDP, *LONG, "--optim.offload", "true"])]),
-    ("recipes_models", r"`dp=8` needs (\S+) GiB and\ngets `--parallel.fsdp true  needs (\S+) GiB`; 70B on eight needs (\S+)", [
+    ("recipes_models", r"`dp=8` needs (\S+) GiB and\ngets `\S+ true  needs (\S+) GiB`; 70B on eight needs (\S+)", [
         ("8b", 8, ALONE), ("8b", 8, FSDP), ("70b", 8, ["--parallel.dp", "1"])]),
     ("recipes_models", r"70B on 256 NPUs in four stages (\S+), 405B on 1024 in sixteen (\S+) \(", [
         ("70b", 256, STAGES["70b"]), ("405b", 1024, STAGES["405b"])]),
