@@ -67,8 +67,10 @@ def log_softmax(input, dim=None, dtype=None):
 def rms_norm(x, gamma, epsilon=1e-6):
     """`RmsNorm`: (y, 1 / rms), over the trailing dims that gamma has; in float32, rounded once."""
     wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
-    y, scale = RmsNormRows.apply(wide, gamma.astype(wide.dtype), epsilon)
-    return y.astype(x.dtype), scale
+    if gamma.dtype != wide.dtype:  # a cast to its own dtype costs a tenth of a small norm
+        gamma = gamma.astype(wide.dtype)
+    y, scale = RmsNormRows.apply(wide, gamma, epsilon)
+    return y if wide is x else y.astype(x.dtype), scale
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):

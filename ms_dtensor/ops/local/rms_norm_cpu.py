@@ -22,11 +22,10 @@ class RmsNormRows(Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float):
         rows, w = _rows(x, weight)
-        y, scale = np.empty_like(rows), np.empty((len(rows), 1), rows.dtype)
+        y, scale, width = np.empty_like(rows), np.empty((len(rows), 1), rows.dtype), rows.dtype.type(w.size)
         with np.errstate(all="ignore"):  # infinities give NaN, as on a device
-            for a, b, (square,) in parts(rows):
-                np.multiply(rows[a:b], rows[a:b], out=square)
-                np.reciprocal(np.sqrt(square.mean(1, keepdims=True) + rows.dtype.type(eps)), out=scale[a:b])
+            for a, b, _ in parts(rows):
+                np.reciprocal(np.sqrt(_dots(rows[a:b], rows[a:b]) / width + rows.dtype.type(eps)), out=scale[a:b])
                 np.multiply(rows[a:b], scale[a:b], out=y[a:b])
                 y[a:b] *= w
         ctx.save_for_backward(x, weight)
@@ -42,19 +41,23 @@ class RmsNormRows(Function):
         x, weight = ctx.saved_tensors
         (rows, w), scale = _rows(x, weight), ctx.scale
         dy, dscale = host_values(dy).reshape(rows.shape), host_values(dscale).reshape(scale.shape)
-        dx, dw = np.empty_like(rows), np.zeros_like(w)
+        dx, dw, width = np.empty_like(rows), np.zeros_like(w), rows.dtype.type(w.size)
         with np.errstate(all="ignore"):
-            for a, b, (normed, part) in parts(rows, 2):
+            for a, b, (normed,) in parts(rows, 1):
                 np.multiply(rows[a:b], scale[a:b], out=normed)
-                np.multiply(dy[a:b], normed, out=part)
-                dw += part.sum(0)
-                part *= w
-                # of 1 / rms: its own cotangent, and that of what it multiplies
-                back = (part.mean(1, keepdims=True) + dscale[a:b] * scale[a:b] / len(w)) * scale[a:b]
+                dw += np.einsum("ij,ij->j", dy[a:b], normed)
                 np.multiply(dy[a:b], w, out=dx[a:b])
+                # of 1 / rms: its own cotangent, and that of what it multiplies
+                back = (_dots(dx[a:b], normed) + dscale[a:b] * scale[a:b]) / width * scale[a:b]
                 dx[a:b] *= scale[a:b]
-                dx[a:b] -= np.multiply(normed, back, out=part)
+                normed *= back
+                dx[a:b] -= normed
         return Tensor.from_numpy(dx.reshape(x._shape)), Tensor.from_numpy(dw.reshape(weight._shape)), None
+
+
+def _dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of each row of two arrays [n, d] the products' sum, [n, 1]; nothing of the arrays' size is made."""
+    return np.matmul(a[:, None], b[:, :, None])[:, 0]
 
 
 def _rows(x: Tensor, weight: Tensor) -> tuple[np.ndarray, np.ndarray]:
