@@ -88,10 +88,11 @@ def two_ranks_share_the_tokens_of_all_rows(world):
     for order in sampled(("balanced", "head_tail", "in_order"), 3):
         fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
         assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 5 * 2  # of two layers, in five forwards
-        same(ParallelConfig(cp=2, cp_order=order))
+        for parallel in sampled((ParallelConfig(cp=2, cp_order=order),), 2, 1):
+            same(parallel)
     for more, how in sampled((
             ({"cp_algorithm": "ring"}, {"window": 5}), ({"ulysses": 2}, {}), ({"fsdp": True}, {"recompute": True}),
-            ({"zero1": True}, {"micro_batches": 2}), ({}, {"lora": LoraConfig(rank=2)})), 2):
+            ({"zero1": True}, {"micro_batches": 2}), ({}, {"lora": LoraConfig(rank=2)})), 3):
         same(ParallelConfig(cp=2, **more), **how)
 
 
@@ -200,7 +201,7 @@ def a_model_that_trains_on_lists_continues_texts(world):
         return out, [e for e in events if set(e.axes) & {"cp", "ulysses"}]
     want, _ = told(None)
     for parallel in sampled((ParallelConfig(tp=2, cp=2), ParallelConfig(dp=2, cp=2, fsdp=True),
-                             ParallelConfig(cp=4, ulysses=2)), 2):
+                             ParallelConfig(cp=4, ulysses=2)), 3):
         got, sent = told(parallel)
         assert np.array_equal(got, want), parallel
         assert not sent or parallel.fsdp, sent

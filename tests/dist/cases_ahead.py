@@ -40,7 +40,7 @@ def multi_token_prediction_trains_as_on_one_device(world):
         plain = made(cfg, depth)
         of_one = loss_and_gradients(loss_of, plain, x, y)
         assert all(np.abs(w.asnumpy()).max() > 0 for w, p in zip(of_one[1], plain.trainable_params()) if "bias" not in p.name)
-        for layout, parallel in sampled(LAYOUTS.items(), 3, 2 - shift):
+        for layout, parallel in sampled(LAYOUTS.items(), 5, 2 - shift):
             mesh, net = make_mesh("cpu", parallel), made(cfg, depth)
             parallelize(net, mesh, parallel)
             weight = net.ahead[0].block.attention.wo.weight

@@ -94,7 +94,7 @@ def compared(mesh, seed: int, run) -> list[str]:
 
 
 def so_many_programs_have_the_same_bits(world, run) -> None:
-    wanted, faults, done = len(sampled(range(PROGRAMS), 16)), [], []
+    wanted, faults, done = len(sampled(range(PROGRAMS), 32)), [], []
     for seed in range(2 * wanted):
         with np.errstate(all="ignore"):
             collected(faults, f"program {seed}", lambda seed=seed: done.extend(compared(data_mesh(world), seed, run)))
@@ -121,7 +121,7 @@ def a_loop_by_tensors_methods_is_that_of_value_and_grad(world):
     mesh, faults = data_mesh(world), []
     makers = {"ours": lambda params: md.optim.AdamW(params, lr=0.05),
               "mint": lambda params: mint.optim.SGD(params, lr=0.05)}  # its AdamW's fused kernel refuses DTensors
-    for way, wrap in {**WAYS, "styles": styled}.items():
+    for way, wrap in sampled({**WAYS, "styles": styled}.items(), 2):
         for kind in sampled(makers, 2, way == "styles") if way in ("fully_shard", "styles") else ("ours",):
             def steps(wrap=wrap, make=makers[kind]):
                 nets = [filled(Net()) for _ in range(2)]
@@ -208,7 +208,7 @@ def recomputed(net, mesh, cells=()):
 @case(2, timeout=240)
 def ways_of_data_and_tensor_parallelism_have_the_same_bits_and_communication(world):
     mesh, faults = data_mesh(world), []
-    for way, wrap in {**WAYS, "styles": styled, "recompute": recomputed}.items():
+    for way, wrap in sampled({**WAYS, "styles": styled, "recompute": recomputed}.items(), 2, 1):
         def steps(wrap=wrap):
             net = filled(Net())
             wrap(net, mesh, net.blocks)

@@ -95,7 +95,7 @@ def gradients(net, x):
 @case(world_size=4, timeout=240)
 def whichever_op_reads_a_parameter_its_bucket_gets_the_sum(world):
     mesh, both = mesh_1d(4, "dp"), mesh_2d()
-    for shift, (name, (make, x)) in enumerate(READERS.items()):
+    for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), 2)):
         want = one_device(make, x, mesh)
         for axis, net in sampled(((mesh, filled(make())), (both["dp"], distribute_module(filled(make()), both["tp"]))), 2, shift):
             net = replicate(net, mesh=axis)

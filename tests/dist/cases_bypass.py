@@ -56,7 +56,7 @@ def getitem_as_numpy(world):
     mesh = mesh_2d()
     for shift, placements in enumerate(layouts()):
         x = placed(A, mesh, placements)
-        for index in sampled(INDICES, 2, shift):
+        for index in sampled(INDICES, 4, shift):
             equal(x[index], A[index], f"{placements} {index}")
         ids = placed(np.array([3, 0, -1], np.int32), mesh, [S(0), R])
         equal(x[ids], A[[3, 0, -1]])
@@ -94,7 +94,7 @@ def getitem_refusals_are_the_same_everywhere(world):
 def setitem_as_numpy(world):
     mesh = mesh_2d()
     for shift, placements in enumerate(layouts()):
-        for index in sampled(INDICES, 4, shift):
+        for index in sampled(INDICES, 7, shift):
             if index is None or isinstance(index, tuple) and any(i is None for i in index):
                 continue
             want = A.copy()
@@ -322,7 +322,7 @@ def _numpy_view(name, a):
 def a_write_through_a_view_reaches_the_original_or_raises(world):
     """Peer: `y = x[1:3]; y.zero_()` on a sharded dim leaves x as it was, and says nothing."""
     through = 0
-    for placements, (name, view) in itertools.product(layouts(), VIEWS.items()):
+    for placements, (name, view) in sampled(itertools.product(layouts(), VIEWS.items()), 2):
         x = placed(A, mesh_2d(), placements)
         y = view(x)
         try:
@@ -340,7 +340,7 @@ def a_write_through_a_view_reaches_the_original_or_raises(world):
         equal(x, want, f"{name} of {placements}")
         if wrote:
             equal(y, _numpy_view(name, want), name)
-    assert through > 60, through
+    assert through > len(sampled(range(60), 2)), through
 
 
 @case(world_size=4)

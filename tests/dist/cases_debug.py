@@ -62,7 +62,7 @@ def a_step_is_counted_alike_on_all_ranks(world):
 @case(world_size=4)
 def dry_runs_communicate_what_ranks_do(world):
     """Every event, forward and backward: of the programs of all kinds of parallelism, one after another."""
-    for program in sampled(dry_programs.PROGRAMS, 2, 1):
+    for program in sampled(dry_programs.PROGRAMS, 4, 1):
         with CommDebugMode():  # as a dry run names cells
             real = [dry_programs.seen(e) for e in program(world.size)]
         dry = [dry_programs.seen(e) for e in dry_programs.same_step_dry(program, world.size, world.rank)]

@@ -20,7 +20,7 @@ from tests.tiers import sampled
 @case(4)
 def computing_in_bfloat16(world):
     policy = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
-    for mesh, tp in ((fsdp(), None), (mesh_2d()["dp"], mesh_2d()["tp"])):
+    for mesh, tp in sampled(((fsdp(), None), (mesh_2d()["dp"], mesh_2d()["tp"])), 2, 1):
         plain, net = filled(Net()), filled(Net())
         if tp is not None:
             md.parallelize_module(net, tp, {"blocks.*.up": md.ColwiseParallel(use_local_output=False),

@@ -58,7 +58,7 @@ def what_neighbours_keep_is_not_used_for_the_next_step(world):
 
 @case(4)
 def kept_parameters_are_gathered_again_when_they_were_changed(world):
-    for build in (lambda ps: optim.AdamW(ps, 0.1), lambda ps: nn.SGD(ps, 0.1)):
+    for build in sampled((lambda ps: optim.AdamW(ps, 0.1), lambda ps: nn.SGD(ps, 0.1)), 2):
         mesh, plain = fsdp(), filled(Net())
         net = cut_up(filled(Net()), mesh)
         one, many = build(plain.trainable_params()), build(net.trainable_params())
@@ -87,7 +87,7 @@ def two_forwards_before_a_gradient(world):
 
     def twice(n):
         return lambda x: (n(x) ** 2).mean() + (n(x * 2) * n(x)).mean()
-    for how in sampled(({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}), 2):
+    for how in sampled(({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}), 3, 1):
         plain, net = filled(Net()), cut_up(filled(Net()), mesh, **how)
         for _ in range(2):
             same_step(net, plain, mesh, twice)
@@ -97,7 +97,7 @@ def two_forwards_before_a_gradient(world):
 
 @case(4)
 def a_cell_that_the_last_micro_batch_does_not_run_sends_what_it_owes(world):
-    for policy in (None, md.MixedPrecisionPolicy(None, ms.float32)):
+    for policy in sampled((None, md.MixedPrecisionPolicy(None, ms.float32)), 2, 1):
         mesh, plain = fsdp(), filled(Net())
         net = cut_up(filled(Net()), mesh, mp_policy=policy)
         wanted, total = None, None

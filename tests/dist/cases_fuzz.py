@@ -13,7 +13,7 @@ from tests.tiers import sampled
 @case(world_size=4, timeout=240)
 def random_programs_are_one_devices(world):
     past = (25, 41, 84, 138, 148, 1095, 1141, 1173, 1206, 1208, 1211, 2010)  # each failed once
-    seeds = [*sampled(range(24), 12), *sampled(past, 2)]
+    seeds = [*sampled(range(24), 12), *sampled(past, 4)]
     with np.errstate(all="ignore"):
         for k in range(0, len(seeds), world.size):
             for reference in references(world, seeds[k:k + world.size]):

@@ -133,7 +133,7 @@ def mindspores_own_losses_inside_the_block(world):
     mesh = mesh_2d()
     x, y = data(6, 6, 11) * 3, Tensor(LABELS)
     for placements, reduction, weight, smoothing in sampled(itertools.product(
-            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1))), ("mean", "sum", "none"), (None, WEIGHT), (0.0, 0.1)), 5):
+            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1))), ("mean", "sum", "none"), (None, WEIGHT), (0.0, 0.1)), 7):
         options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
         want = ms.value_and_grad(lambda t, o=options: ops.cross_entropy(t, y, **o), 0)(x)
         dy = distribute_tensor(y, mesh, [R if p.is_shard(1) else p for p in placements])
@@ -157,7 +157,7 @@ def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
     kinds = [(ms.bfloat16, ms.int64, 2.0**-7), (ms.float16, ms.int32, 2.0**-9), (ms.float64, ms.int64, 1e-12)]
     kinds += [(ms.float32, dtype, 1e-5) for dtype in (ms.int8, ms.int16)]
     ways = itertools.product(kinds, (S(1), S(0), R), (loss_parallel, contextlib.nullcontext))
-    for (dtype, ids, near), placed, block in sampled(ways, 5):  # each of the three at push, too
+    for (dtype, ids, near), placed, block in sampled(ways, 7):  # each of the three at push, too
         logits = x.astype(dtype)
         want = reference(logits.astype(ms.float64).asnumpy(), LABELS, "mean", 0.1)
         if dtype == ms.float64 and (placed != S(1) or block is not loss_parallel):

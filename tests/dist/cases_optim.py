@@ -79,13 +79,13 @@ def _check(name, build, value_and_grad):
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_local_gradients(world):
-    for name, build in sampled(OPTIMIZERS.items(), 3):
+    for name, build in sampled(OPTIMIZERS.items(), 6):
         _check(name, build, ms.value_and_grad)
 
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_dtensor_gradients(world):
-    for name, build in sampled(reversed(OPTIMIZERS.items()), 3):
+    for name, build in sampled(reversed(OPTIMIZERS.items()), 6):
         _check(name, build, md.value_and_grad)
 
 
@@ -108,7 +108,7 @@ def optimizers_step_where_a_shard_is_empty(world):
         for step in range(STEPS):
             optimizer(tuple(lay(data(40 + 2 * step + i, *t.shape), i) for i, t in enumerate(start)))
         return params
-    for name, build in sampled(EMPTY.items(), 2):
+    for name, build in sampled(EMPTY.items(), 4):
         want = train([Parameter(t.copy(), name=f"p{i}") for i, t in enumerate(start)], build, lambda t, i: t)
         params = [distribute_parameter(Parameter(t, name=f"p{i}"), mesh, layouts[i]) for i, t in enumerate(start)]
         with counted() as count:

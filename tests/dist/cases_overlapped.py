@@ -33,6 +33,7 @@ from ms_dtensor.parallel.late import Debt, Late
 from tests.cases import case
 from tests.dist.cases_styles import fill
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
+from tests.tiers import sampled
 
 S = Shard
 
@@ -71,8 +72,9 @@ def trained(net, x):
 def pieces_are_as_the_whole_and_one_collective_each(world):
     """Both orders of dims, biases, two kinds of Linear; pieces that rows divide, and those that are made fewer."""
     mesh = mesh_1d(world.size)
-    for dim, shape, kind, bias in ((0, (8 * world.size, 6), nn.Dense, True), (1, (3, 4 * world.size, 6), mint.nn.Linear, True),
-                                   (1, (1, 6 * world.size, 6), nn.Dense, False)):
+    for dim, shape, kind, bias in sampled((
+            (0, (8 * world.size, 6), nn.Dense, True), (1, (3, 4 * world.size, 6), mint.nn.Linear, True),
+            (1, (1, 6 * world.size, 6), nn.Dense, False)), 2):
         x, plain = data(1, *shape), fill(Gated(kind, bias))
         want, _ = trained(plain, x)
         for pieces in (1, 2, 4, "kernel"):
@@ -145,7 +147,7 @@ def gradients_of_weights_wait_for_the_next_communication(world):
     def taking(self):
         paid["by the gate"] += self._compute is not None
         return take(self)
-    for wrap, again in ((replicate, False), (fully_shard, False), (fully_shard, True)):
+    for wrap, again in sampled(((replicate, False), (fully_shard, False), (fully_shard, True)), 2):
         made = []
         for later in (False, True):
             net = owing(fill(Twice()), mesh["tp"], later)

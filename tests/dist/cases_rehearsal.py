@@ -192,14 +192,15 @@ def the_llama_trains_as_on_the_cpu(world):
         def run(kind, cfg=cfg, dp=dp, tp=tp):
             mesh = init_device_mesh(kind, (dp, tp), mesh_dim_names=("dp", "tp"))
             trainer, out = Trainer(cfg, None, mesh), []
-            for i in range(2):
+            for i in sampled(range(2), 2):
                 rows = np.random.default_rng(i).integers(0, 64, (4, 9)).astype(np.int32)
                 loss, grads = trainer.gradients(rows[:, :-1], rows[:, 1:])
                 out += [loss, trainer.update(grads, i)[0]]
             return [np.asarray(array(v)) for v in (*out, *trainer.params)]
         want, got, _ = on_both(run)
-        all_equal(got[:4], want[:4], f"dp={dp} tp={tp}: loss, norm", 2e-2)  # bfloat16, and other products on the CPU
-        all_equal(got[4:], want[4:], f"dp={dp} tp={tp}: weight", 0.1)  # Adam's first steps are signs
+        said = 2 * len(sampled(range(2), 2))
+        all_equal(got[:said], want[:said], f"dp={dp} tp={tp}: loss, norm", 2e-2)  # bfloat16, and other products on the CPU
+        all_equal(got[said:], want[said:], f"dp={dp} tp={tp}: weight", 0.1)  # Adam's first steps are signs
 
 
 @case(world_size=2)

@@ -106,7 +106,7 @@ def a_signal_to_one_rank_stops_all_at_one_step(world):
 @case(world_size=4, timeout=120)
 def a_step_is_left_out_on_all_ranks_or_on_none(world):
     """Rank 0 says so, whatever the others think of the last bit of a sum."""
-    for parallel in (SAME, OTHERS["zero1=4, sequence"]):
+    for parallel in sampled((SAME, OTHERS["zero1=4, sequence"]), 2):
         cfg = config(parallel)
         one = Trainer(replace(cfg, guard=replace(cfg.guard, nan="skip")),
                       load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), make_mesh("cpu", parallel))

@@ -21,7 +21,7 @@ from tests.tiers import sampled
 def random_data_parallel_programs_are_one_devices(world):
     failed = []
     with np.errstate(all="ignore"):
-        for k in sampled(range(0, 40, world.size), 4):
+        for k in sampled(range(0, 40, world.size), 7):
             for reference in references(world, list(range(k, k + world.size)), []):
                 try:
                     why = verdict(world, reference)

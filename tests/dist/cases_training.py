@@ -22,6 +22,7 @@ from ms_dtensor.errors import ConfigError, ImplicitCommError, MixedOperandError
 from tests.cases import case
 from tests.dist.cases_surface import placed
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
+from tests.tiers import sampled
 
 R, S = Replicate(), Shard
 
@@ -110,7 +111,7 @@ def a_forward_that_raised_after_set_grad_leaves_no_recording(world):
 def plans_see_through_the_wrappers_of_mixed_precision(world):
     def net():
         return nn.SequentialCell(nn.Dense(6, 8), nn.LayerNorm((8,)), nn.Dense(8, 4))
-    for level in ("O1", "O1", "O2", "O3"):  # MindSpore's second rewriting makes other classes than its first
+    for level in sampled(("O2", "O1", "O3", "O1"), 2, 1):  # MindSpore's second rewriting makes other classes than its first
         cell = amp.auto_mixed_precision(net(), level)
         parallelize_module(cell, mesh_1d(), {"0": ColwiseParallel(use_local_output=False)})
         cut = [p.name for p in cell.get_parameters() if getattr(p, "placements", None)]

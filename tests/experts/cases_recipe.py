@@ -44,7 +44,7 @@ def the_recipes_mixtral_trains_as_on_one_device(world):
     def steps(experts, parallel, **how):
         trainer = trainer_of(experts, parallel, **how)
         return [(r.loss, r.grad_norm) for r in (trainer.step(i) for i in range(3))], trainer.params
-    for name, experts in MIXTURES.items():
+    for name, experts in sampled(MIXTURES.items(), len(MIXTURES), 1):
         want, params = steps(experts, None)
         assert want[-1][0] < want[0][0] - 0.05
         for layout, (parallel, how) in sampled(LAYOUTS.items(), 8, 2 if experts.capacity else 5):

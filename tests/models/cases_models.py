@@ -116,7 +116,7 @@ def everywhere(make, inputs, dims=(0,)) -> None:
              ([R, S(0)], grid, lambda p: [second(p), R], "weights S(1) over dp, batch over tp"),
              ([S(0), S(0)], grid, lambda p: [S(0), second(p)], "weights over both axes"),
              ([S(0), R], grid, lambda p: [S(0), S(0)], "weights twice along dim 0")]
-    for placed, mesh, cut_up, what in sampled(ways, 3):
+    for placed, mesh, cut_up, what in sampled(ways, 5):
         compare(make, inputs, placed, mesh, sharded(mesh, cut_up), what, steps=2 if what.startswith("replicated") else 1)
 
 
@@ -147,7 +147,7 @@ def gpt2_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"wte": RowwiseParallel(input_layouts=R, use_local_output=False), "h.*.attn.c_attn": COLUMNS,
             "h.*.attn.c_proj": ROWS, "h.*.c_fc": COLUMNS, "h.*.c_proj": ROWS}
-    for batch in (4, 3):
+    for batch in sampled((4, 3), 2, 1):
         compare(GPT2, (ids(1, batch, 6), ids(2, batch, 6)), [S(0), R], grid, styled(grid, plan), f"styles, batch {batch}")
 
 
@@ -180,7 +180,7 @@ def mixture_of_experts_in_any_layout(world):
 def experts_over_an_axis(world):
     grid = mesh_2d()
     inputs = data(1, 4, 3, 8), data(2, 4, 3, 8)
-    for experts in (4, 5):
+    for experts in sampled((4, 5), 2, 1):
         compare(lambda n=experts: MoE(Stacked, experts=n), inputs, [S(0), R], grid,
                 sharded(grid, lambda p: [R, S(0) if p.ndim == 3 else R]), f"{experts} experts over tp")
     plan = {"blocks.*.experts.*.w[13]": COLUMNS, "blocks.*.experts.*.w2": ROWS}
@@ -216,6 +216,6 @@ def unet_with_batch_norm_in_any_layout(world):
 @case(world_size=4, timeout=240)
 def unet_with_the_image_or_the_channels_cut(world):
     line = mesh_1d(4)
-    for d in (1, 2, 3):
+    for d in sampled((1, 2, 3), 2):
         images = data(1, 2, 3, 8, 6), data(2, 2, 2, 8, 6)
         compare(UNet, images, [S(d)], line, sharded(line, lambda p: [R]), f"inputs S({d})")

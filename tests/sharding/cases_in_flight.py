@@ -53,7 +53,7 @@ def unrecorded_between(net):
 def a_function_of_several_forwards(world):
     mesh, faults = data_mesh(world), []
     for shift, loss in enumerate((product, sum_of_three, later_only, unrecorded_between)):
-        for way, wrap in sampled(WAYS.items(), 2, shift):
+        for way, wrap in sampled(WAYS.items(), 4, shift):
             def steps(wrap=wrap, loss=loss):
                 plain, net = filled(Net()), filled(Net())
                 wrap(net, mesh, net.blocks)
@@ -130,7 +130,7 @@ def in_flight(world, way: str, order, sync_last: bool, between: str = "") -> Non
 def variations(world, first: int, **how) -> None:
     faults: list[str] = []
     orders = {"in order": range(MANY), "reversed": range(MANY)[::-1], "mixed": (1, 3, 0, 2)}
-    for way, (name, order) in sampled(itertools.product(WAYS, orders.items()), 4, first):
+    for way, (name, order) in sampled(itertools.product(WAYS, orders.items()), 7, first):
         collected(faults, f"{way}, {name}", lambda way=way, order=order: in_flight(world, way, list(order), **how))
     none_of(faults)
 

@@ -11,6 +11,7 @@ from ms_dtensor import Replicate, Shard, distribute_tensor, fully_shard, init_de
 from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.sharding.support import ROWS, WAYS, Net, collected, filled, none_of
+from tests.tiers import sampled
 
 WAITS = {"no sum": (False, True), "no sum over copies": (True, False), "neither": (False, False)}
 
@@ -65,8 +66,8 @@ def steps(net, plain, x, waits, last_uses=True, main=False):
 def kept_ones_wait_for_copies_as_cut_ones_do(world):
     mesh, faults = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")), []
     x = distribute_tensor(Tensor(ROWS), mesh, [Shard(0), Shard(0)], src_data_rank=None)
-    for name, waits in WAITS.items():
-        for last_uses, main in ((True, False), (False, False), (True, True)):
+    for shift, (name, waits) in enumerate(WAITS.items()):
+        for last_uses, main in sampled(((True, False), (False, False), (True, True)), 3, shift):
             def check(waits=waits, last_uses=last_uses, main=main):
                 plain, net = filled(Numbers()), filled(Numbers())
                 policy = md.MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=main)
@@ -86,7 +87,7 @@ def one_rank_adds_up_as_many_do(world):
     for way, wrap in WAYS.items():
         if way == "neighbours":
             continue
-        for last_uses in (True, False):
+        for last_uses in sampled((True, False), 2, len(way)):
             def check(wrap=wrap, last_uses=last_uses):
                 plain, net = filled(Numbers()), filled(Numbers())
                 wrap(net, mesh, net.blocks)

@@ -61,7 +61,7 @@ def one_step(net, plain, mesh, data, plain_rows: bool):
 
 def flattened(world, shape, names, over, other: str, plain_rows: bool) -> None:
     faults: list[str] = []
-    for way, wrap in WRAPS.items():
+    for way, wrap in sampled(WRAPS.items(), 2, shape.index(1) + plain_rows):
         def steps(wrap=wrap, way=way):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             data = mesh[over].flatten("dp")
@@ -111,8 +111,8 @@ def rows_on_a_flattened_axis_beside_an_equal_mesh_made_earlier(world):
 def rows_that_do_not_divide_are_chunks_of_the_flattened_axis(world):
     """Of 5 rows four ranks bring 2, 2, 1 and none; on two axes of two they would lie as 2, 1, 1 and 1."""
     faults: list[str] = []
-    for way, wrap in WRAPS.items():
-        for count in (5, 6):
+    for shift, (way, wrap) in enumerate(WRAPS.items()):
+        for count in sampled((5, 6), 2, shift):
             def steps(wrap=wrap, count=count):
                 mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("edp", "ep", "tp"))
                 data = mesh["edp", "ep"].flatten("dp")
@@ -221,7 +221,7 @@ def siblings_split_from_one_line(world):
     """Columns on an axis of one mesh, shards on an axis of its sibling: one grid has both, whichever was split first."""
     faults: list[str] = []
     for shift, (way, wrap) in enumerate(WRAPS.items()):
-        for sizes in sampled(((2, 2), (2, 2, 1)), 2, shift):
+        for sizes in sampled(((2, 2), (2, 2, 1)), 4, shift):
             def steps(wrap=wrap, sizes=sizes):
                 line = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
                 dense = line.unflatten(0, (2, 2), ("dp", "tp"))

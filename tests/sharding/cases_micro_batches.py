@@ -70,7 +70,7 @@ def ordered(order, use: str):
 def a_cell_is_skipped_in_the_last_one(world):
     mesh, faults = data_mesh(world), []
     ways = (*SHARDED, "zero1", "replicate", "bucket_mb=0")
-    for use, last, way in sampled(itertools.product(("both", "first", "second", "stopped"), ((0, 1), (1,), ()), ways), 7):
+    for use, last, way in sampled(itertools.product(("both", "first", "second", "stopped"), ((0, 1), (1,), ()), ways), 11):
         def steps(way=way, last=last, use=use):
             plain, net = filled(Pair()), filled(Pair())
             WAYS[way](net, mesh, (*net.blocks, net.first, net.second))

@@ -16,6 +16,7 @@ from tests.cases import case
 from tests.dist.support import array, equal, mesh_2d
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import collected, none_of
+from tests.tiers import sampled
 
 DIM, WIDE = 8, 16
 X = np.random.default_rng(11).normal(size=(8, DIM)).astype(np.float32)
@@ -128,7 +129,7 @@ def a_block_that_is_packed_together(world):
     mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     with rehearsed(clock=False):
         npu = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
-    for name, (policy, how, *rest) in WAYS.items():
+    for name, (policy, how, *rest) in sampled(WAYS.items(), 4, 3):
         def run(name=name, policy=policy, how=how, rest=rest):
             want, count = step(mesh, policy, how, *rest)
             with rehearsed(clock=False):
@@ -148,7 +149,7 @@ def a_block_that_is_packed_together(world):
 def sums_of_copies_lie_in_one_memory(world):
     """Over two axes: the sum of the shards is one all-reduce in place."""
     faults: list[str] = []
-    for policy in (PLAIN, MIXED):
+    for policy in sampled((PLAIN, MIXED), 2, 1):
         def run(policy=policy):
             want, _ = step(mesh_2d(), policy, {}, True, 0, True)
             with rehearsed(clock=False):
