@@ -264,7 +264,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def check(cfg: Config, world: int) -> None:
     """Raises `ConfigError` for the first thing in `cfg` that cannot run on `world` workers."""
-    _check_ranges(cfg)
+    check_ranges(cfg)
     check_model(cfg.model)
     _check_degrees(cfg, world)
     _check_pipeline(cfg)
@@ -307,7 +307,8 @@ def check(cfg: Config, world: int) -> None:
                           f"--train.batch {-(-cfg.train.batch // shares) * shares}")
 
 
-def _check_ranges(cfg: Config) -> None:
+def check_ranges(cfg: Config) -> None:
+    """Raises `ConfigError` for the first number that is out of its range, or text that cannot be a path."""
     for key, (least, most) in RANGES.items():
         node: Any = cfg
         for name in key.split("."):

@@ -20,7 +20,7 @@ import yaml
 
 from ms_dtensor.errors import ConfigError
 
-from .config import Config, check
+from .config import Config, check, check_ranges
 from .hf import read_config
 
 _MOST_BYTES = 64 << 10
@@ -76,6 +76,11 @@ def _with_published_sizes(cfg: Config, tree: dict) -> Config:
                           f"{getattr(cfg.model, unlike[0])}, and {getattr(model, unlike[0])} in '{cfg.train.init_hf}'",
                           "Weights have the sizes of their config.json.", "leave the section 'model' out")
     return replace(cfg, model=model)
+
+
+def check_alone(tree: dict) -> None:
+    """Refuses keys, types and numbers that no run can have. Not: what they mean together, which options may still change."""
+    check_ranges(build(Config, tree))
 
 
 def build(kind: type, tree: dict, where: str = ""):

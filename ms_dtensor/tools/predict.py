@@ -6,6 +6,7 @@ The figures are those of `md.debug.suggest`; here are only the file, the options
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,18 @@ def read(path: Path) -> dict[str, Any]:
                           "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false; "
                           f"dtype is {' or '.join(DTYPES)}.",
                           "write it as in model_zoo/llama/configs")
+    if "model" in told:
+        check_recipe(told)
     return told
+
+
+def check_recipe(told: dict[str, Any]) -> None:
+    """Has the recipe itself read all keys, where Python finds it: it knows which there are, and what each may be."""
+    try:
+        recipe = importlib.import_module("model_zoo.llama.configio")  # no part of the wheel
+    except ImportError:
+        return
+    recipe.check_alone(told)
 
 
 def sizes_of(told: dict[str, Any]) -> Transformer:
@@ -62,7 +74,7 @@ def sizes_of(told: dict[str, Any]) -> Transformer:
     sizes = dict(told.get("model", told))
     experts = sizes.pop("experts", None)
     if isinstance(experts, dict):  # the recipe's section
-        sizes |= {"experts": experts["count"], "per_token": experts["per_token"]}
+        sizes |= {"experts": experts.get("count", 8), "per_token": experts.get("per_token", 2)}  # what the recipe has unsaid
         sizes |= {"ffn_dim": experts["width"]} if experts.get("width") else {}
     return transformer(sizes)
 
@@ -185,6 +197,7 @@ def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> t
         raise ConfigError("For 'memory', heads cannot be cut.", f"{model.heads} heads, {model.kv_heads} of keys, over tp = "
                           f"{plan.tp} ranks", "Each rank of tp has equally many heads.",
                           f"--tp {max(t for t in range(1, plan.tp) if model.heads % t == model.kv_heads % t == 0)}")
+    check_degrees(model, plan, args.seq)
     one = estimate(model, plan, machine, args.batch, args.seq, args.itemsize)
     ranks = plan.world
     while one.bytes > machine.capacity and ranks <= MORE * plan.world:
@@ -192,6 +205,25 @@ def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> t
             return one, suggest(model, ranks, machine, batch=args.batch, seq=args.seq, itemsize=args.itemsize).plans[0]
         ranks *= 2
     return one, None
+
+
+def check_degrees(model: Transformer, plan: Plan, seq: int) -> None:
+    """Refuses degrees that the recipe refuses, too: figures of such a plan would be of nothing that can run."""
+    of_dp = plan.ep // plan.cp if plan.ep % plan.cp == 0 and plan.dp % plan.ep else plan.ep
+    for wrong, on, rule, fix in (
+            (seq % plan.cp, f"{seq} tokens over cp = {plan.cp} ranks", "Each rank of cp has equally many tokens.",
+             f"--seq {seq + -seq % plan.cp}"),
+            (plan.pp > model.layers + 2, f"{model.layers} layers, embedding, norm and head over pp = {plan.pp} ranks",
+             "Each rank of pp has a part of the model.", f"--pp {model.layers + 2} or less"),
+            (plan.dp % plan.hsdp or (plan.hsdp > 1 and plan.sharded != "fsdp"),
+             f"hsdp = {plan.hsdp}, dp = {plan.dp}, sharded = {plan.sharded}", "hsdp divides dp and goes with fsdp.",
+             "--hsdp 1"),
+            (plan.ep > 1 and (plan.dp % of_dp or plan.ep > model.experts or plan.hsdp > 1),
+             f"{model.experts or 'no'} experts, ep = {plan.ep}, dp = {plan.dp}, cp = {plan.cp}, hsdp = {plan.hsdp}",
+             "ep divides dp, or is cp times such a number; each of its ranks has an expert; it does not go with hsdp yet.",
+             "--ep 1")):
+        if wrong:
+            raise ConfigError("For 'memory', there is no such plan.", on, rule, fix)
 
 
 def run_of(config: Path) -> tuple[argparse.Namespace, Transformer]:

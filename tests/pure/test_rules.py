@@ -57,6 +57,19 @@ def test_reshape_groups(shape, wanted, expected):
     assert groups(shape, wanted) == expected
 
 
+def test_a_histogram_whose_counts_may_not_fit_its_dtype_is_refused():
+    """600 ones of uint8 were 88 of them, and counts of booleans booleans."""
+    def counted(n, dtype):
+        x = Operand(0, (n,), dtype)
+        return RULES["histogram"](Call("histogram", {"input": x, "bins": 2, "low": 0, "high": 1}, (x,)))
+
+    for n, dtype in ((1, "bool"), (128, "int8"), (256, "uint8"), (2 ** 15, "int16")):
+        with pytest.raises(OpRuleError, match=f"{n} elements may be too large for {dtype}"):
+            counted(n, dtype)
+    for n, dtype in ((127, "int8"), (255, "uint8"), (2 ** 15, "int32"), (2 ** 20, "float32")):
+        assert [repr(c) for c in counted(n, dtype).cases] == ["S(0) -> P(sum)"]
+
+
 def test_views_need_even_shards():
     c = call("reshape", (2, 5, 12), names=("input",), shape=(2, 5, 4, 3))
     spec = RULES["reshape"](c)

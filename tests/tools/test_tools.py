@@ -136,8 +136,9 @@ def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
 
 
 @pytest.mark.parametrize(("section", "said"), [
-    ("parallel: {dp: 0}", "dp = 0"), ("parallel: {tp: null}", "tp = None"), ("parallel: {tp: 1.5}", "tp = 1.5"),
-    ("parallel: {dp: '2'}", "dp = '2'"), ("parallel: {fsdp: 'no'}", "parallel.fsdp = 'no'"),
+    ("parallel: {dp: 0}", "dp = 0"), ("parallel: {tp: null}", "tp cannot be None"),
+    ("parallel: {tp: 1.5}", "tp cannot be 1.5"),
+    ("parallel: {dp: '2'}", "dp cannot be '2'"), ("parallel: {fsdp: 'no'}", "parallel.fsdp = 'no'"),
     ("parallel: []", "parallel = []"), ("train: {batch: 4, seq: 8, dtype: float8}", "train.dtype = 'float8'"),
     ("x: " + "[" * 3000, "no configuration can be read"), ("paralel: {tp: 2}", "sections that no recipe has")])
 def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, capsys):
@@ -148,6 +149,45 @@ def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, c
         assert cli.main(command) == 2 and said in capsys.readouterr().err
     recipe.write_text("model: null\ntrain: {batch: -4, seq: 32}\n")
     assert cli.main(["memory", str(recipe)]) == 2 and "model = None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "said"), [
+    ("train.qkv_concat: 7", "train.qkv_concat cannot be 7"), ("train.recompute: maybe", "train.recompute cannot be 'maybe'"),
+    ("train.recompute_gib: -4", "recompute_gib = -4.0 is out of range"), ("parallel.no: 1", "'parallel.no' is not a key"),
+    ("model.experts: 3", "model.experts cannot be 3"),
+    ("model.experts: {count: 4, top_k: 2}", "'model.experts.top_k' is not"),
+    ("lora: {rank: x}", "lora.rank cannot be 'x'"), ("optim.betas: [1]", "optim.betas cannot be")])
+def test_a_recipe_is_read_as_the_recipe_reads_it(key, said, tmp_path, capsys):
+    import yaml
+    tree = {"model": {"dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 8, "ffn_dim": 168, "vocab_size": 259},
+            "train": {"batch": 4, "seq": 32}, "parallel": {}, "optim": {}}
+    name, value = key.split(": ", 1)
+    (tree[name.split(".")[0]] if "." in name else tree)[name.split(".")[-1]] = yaml.safe_load(value)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    for command in (["memory", str(recipe)], ["suggest", str(recipe), "--world", "2"], ["doctor", str(recipe)]):
+        assert cli.main(command) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--cp", "3"], "--seq 4098"), (["--pp", "35"], "--pp 34 or less"),
+    (["--dp", "4", "--hsdp", "3", "--sharded", "fsdp"], "--hsdp 1"),
+    (["--dp", "4", "--hsdp", "2"], "goes with fsdp"), (["--dp", "4", "--ep", "2"], "no experts, ep = 2")])
+def test_a_plan_that_no_run_can_have_is_refused(options, said, capsys):
+    run = ["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--micro_batches", "1", "--batch", "8"]
+    assert cli.main([*run, *options]) == 2 and said in capsys.readouterr().err
+
+
+def test_experts_that_a_recipe_does_not_number_are_as_many_as_it_has_unsaid(tmp_path, capsys):
+    from model_zoo.llama.config import ExpertsConfig
+    assert (ExpertsConfig().count, ExpertsConfig().per_token) == (8, 2)
+    said = []
+    for experts in ("{}", "{count: 8, per_token: 2}"):
+        (tmp_path / "recipe.yaml").write_text("model: {dim: 64, n_layers: 2, n_heads: 16, n_kv_heads: 8, ffn_dim: 168, "
+                                              f"vocab_size: 259, experts: {experts}}}\ntrain: {{batch: 4, seq: 32}}\n")
+        assert cli.main(["memory", str(tmp_path / "recipe.yaml")]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_the_sections_of_a_recipe_are_all_known():

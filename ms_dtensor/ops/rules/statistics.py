@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import inf, prod
 
 from ...core.placements import Partial
+from ...errors import OpRuleError
 from .reduce import kept_dims, reduced_shape, reduction
 from .spec import SUMS, Call, Case, OpSpec, P, S, Winners, default_softmax_dim, dims_of, result_dtype
 
@@ -101,6 +102,10 @@ def kthvalue(call: Call) -> OpSpec:
 def histogram(call: Call) -> OpSpec:
     """Counts of equal bins add up, if they do not go from the smallest to the largest element there is."""
     x, given = call.args["input"], {**call.args.get("attrs", {}), **call.args}
+    room = {"bool": 1, "int8": 2 ** 7, "uint8": 2 ** 8, "int16": 2 ** 15}.get(x.dtype, inf)
+    if prod(x.shape) >= room:
+        raise OpRuleError(f"For 'histc', counts of {prod(x.shape)} elements may be too large for {x.dtype}.", "",
+                          "Counts have the dtype of what is counted.", "x.astype(mindspore.int32)")
     low, high = (given.get(a, given.get(b, 0)) for a, b in (("low", "min"), ("high", "max")))
     cases = [Case((S(d),), (P,)) for d in range(x.ndim)] if low != high else []
     return OpSpec(((int(given.get("bins", 100)),),), tuple(cases))
