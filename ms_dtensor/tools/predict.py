@@ -209,7 +209,7 @@ def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> t
 
 def check_degrees(model: Transformer, plan: Plan, seq: int) -> None:
     """Refuses degrees that the recipe refuses, too: figures of such a plan would be of nothing that can run."""
-    of_dp = plan.ep // plan.cp if plan.ep % plan.cp == 0 and plan.dp % plan.ep else plan.ep
+    cut = plan.dp % plan.ep == 0 or (plan.ep % plan.cp == 0 and plan.dp % (plan.ep // plan.cp) == 0)
     for wrong, on, rule, fix in (
             (seq % plan.cp, f"{seq} tokens over cp = {plan.cp} ranks", "Each rank of cp has equally many tokens.",
              f"--seq {seq + -seq % plan.cp}"),
@@ -218,7 +218,7 @@ def check_degrees(model: Transformer, plan: Plan, seq: int) -> None:
             (plan.dp % plan.hsdp or (plan.hsdp > 1 and plan.sharded != "fsdp"),
              f"hsdp = {plan.hsdp}, dp = {plan.dp}, sharded = {plan.sharded}", "hsdp divides dp and goes with fsdp.",
              "--hsdp 1"),
-            (plan.ep > 1 and (plan.dp % of_dp or plan.ep > model.experts or plan.hsdp > 1),
+            (plan.ep > 1 and (not cut or plan.ep > model.experts or plan.hsdp > 1),
              f"{model.experts or 'no'} experts, ep = {plan.ep}, dp = {plan.dp}, cp = {plan.cp}, hsdp = {plan.hsdp}",
              "ep divides dp, or is cp times such a number; each of its ranks has an expert; it does not go with hsdp yet.",
              "--ep 1")):

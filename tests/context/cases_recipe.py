@@ -88,8 +88,7 @@ def two_ranks_share_the_tokens_of_all_rows(world):
     for order in sampled(("balanced", "head_tail", "in_order"), 3):
         fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
         assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 5 * 2  # of two layers, in five forwards
-        for parallel in sampled((ParallelConfig(cp=2, cp_order=order),), 2, 1):
-            same(parallel)
+        same(ParallelConfig(cp=2, cp_order=order))
     for more, how in sampled((
             ({"cp_algorithm": "ring"}, {"window": 5}), ({"ulysses": 2}, {}), ({"fsdp": True}, {"recompute": True}),
             ({"zero1": True}, {"micro_batches": 2}), ({}, {"lora": LoraConfig(rank=2)})), 3):

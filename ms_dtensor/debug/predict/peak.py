@@ -73,7 +73,7 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     here = h.own if not h.offloaded else min(h.own, 2 * (h.block + h.ends / 2) * h.own / h.parameters)
     state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * here}
     one = min(1.0, h.layers) * h.saved  # block's
-    saved = {"saved by blocks": not h.recompute and h.waiting * h.saved, "results that they keep": h.kept,
+    saved = {"saved by blocks": 0.0 if h.recompute else h.waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     own = MASTER * h.own if cut else whole
     given, owed = h.before * own, h.owed and h.before > 0
