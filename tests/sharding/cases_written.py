@@ -204,9 +204,9 @@ def step_between(net, plain, mesh, what: str) -> None:
         equal(g, w, f"{what}: gradient {i}")
 
 
-def twice(world, how: str, train: bool, keep: bool = False) -> None:
+def twice(world, how: str, train: bool, keep: bool = False, only: str = "") -> None:
     mesh, faults = data_mesh(world), []
-    ways = {"fully_shard": WAYS["fully_shard"]} if keep else {**WAYS, "units of their own": None}
+    ways = {only: WAYS[only]} if only else {**WAYS, "units of their own": None}
     for way, wrap in ways.items():
         def steps(way=way, wrap=wrap):
             plain, net = filled(Twice(how)), filled(Twice(how))
@@ -259,7 +259,17 @@ def written_between_two_calls_of_a_cell_that_was_unsharded(world):
     faults: list[str] = []
     for shift, how in enumerate(LEAVES):
         for train in sampled((True, False), 2, shift):
-            collected(faults, how, lambda how=how, train=train: twice(world, how, train, keep=True))
+            collected(faults, how, lambda how=how, train=train: twice(world, how, train, True, "fully_shard"))
+    none_of(faults)
+
+
+@case(4, timeout=120)
+def written_between_two_calls_while_neighbours_keep_a_part(world):
+    """Of more ranks than the two that are all there are elsewhere: what was kept of the first call is not the second's."""
+    faults: list[str] = []
+    for shift, how in enumerate(LEAVES):
+        for train in sampled((True, False), 2, shift):
+            collected(faults, how, lambda how=how, train=train: twice(world, how, train, only="neighbours"))
     none_of(faults)
 
 

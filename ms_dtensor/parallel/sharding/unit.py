@@ -233,10 +233,13 @@ class Unit:
                               ("take one gradient after the other", "reshard_after_forward=False for this cell"))
 
     def _start(self, phase: str, when: str, ahead: bool) -> None:
+        written = self._written()
         with no_grad():
             for block in self.blocks:
+                if written != self._gathered:  # what is kept for neighbours is of what the shards were
+                    block.part = None
                 block.start(phase, ahead, when)
-        self.state, self._gathered = State.GATHERING, self._written()
+        self.state, self._gathered = State.GATHERING, written
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
         """Gives the memory back, unless the user keeps it; `keep_part`: but for what neighbours gather again."""
