@@ -12,9 +12,9 @@ need of the attention kernel and of HCCL, and no document says), `quickstart` an
 `quickstart_losses.json`, which `bf16_losses.py` wrote on a CPU), `step` and `fsdp_step` (the 1B configuration: memory and
 tokens/s), `collectives` (a table in the columns of hccl_test and nccl-tests), `machine` (rates of products, memory and
 links and the host's time, into a file beside the report, of which `scripts/bench/mfu.py --machine FILE` makes its table),
-`host` (time per op), `memory` (is it given back), `twice` (the same bits), `profile` (three steps), `refusal` (HCCL's words)
-and `killed` (a rank that dies). After each, how many errors CANN logged (plog). A part that fails is written down, and the
-rest goes on. Exits with 1 if one did.
+`host` (time per op), `memory` (may it be filled anew), `twice` (the same bits), `profile` (three steps), `refusal` (HCCL's
+words) and `killed` (a rank that dies). After each, how many errors CANN logged (plog). A part that fails is written down,
+and the rest goes on. Exits with 1 if one did.
 """
 from __future__ import annotations
 
