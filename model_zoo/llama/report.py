@@ -29,6 +29,7 @@ from ms_dtensor.tools.screen import Screen
 from .config import Config
 from .flops import flops_per_token
 from .loads import Loads
+from .trainer import StepResult
 
 GIB = 2**30
 
@@ -127,15 +128,14 @@ class Reporter:
             self.tally.take()  # that of evaluations and checkpoints is no step's
         self._started = time.perf_counter()
 
-    def step(self, step: int, result: Any) -> None:
-        """A step (from 0) has ended."""
+    def step(self, step: int, result: StepResult) -> None:
+        """A step (from 0) has ended; what is a number of its result is recorded by its name."""
         seconds = time.perf_counter() - self._started
         if not self.speaks:
             return
         tokens = self.cfg.train.rows_at(step) * self.cfg.train.seq
-        values = {**{name: number(value) for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))},
-                  "lr": result.lr, "ms": seconds * 1e3,
-                  **self._rates(seconds, tokens)}
+        values = {**{name: number(value) for name, value in result._asdict().items() if isinstance(value, int | float)},
+                  "ms": seconds * 1e3, **self._rates(seconds, tokens)}
         comm = {} if self.tally is None else self.tally.take()
         if self.device == "cpu" and self.tally is not None:  # of a device the host's clock knows nothing
             values["comm_share"] = sum(line.seconds for line in comm.values()) / seconds

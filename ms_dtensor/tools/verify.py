@@ -2,8 +2,8 @@
 """Proves the rules behind every public call form of the corpus; prints one JSON object, fails on any wrong case.
 
     python -m ms_dtensor verify                    everything, two processes
-    python -m ms_dtensor verify pointwise loss     only forms/forms_pointwise.py and forms_loss.py
-    python -m ms_dtensor verify --form mint.add    only forms whose name contains the text
+    python -m ms_dtensor verify linalg loss        only the files forms_linalg.py and forms_loss.py of tools/forms
+    python -m ms_dtensor verify --form mint.add    only forms of this function, else those whose name contains it
     python -m ms_dtensor verify --missed           legal single-axis cases that no rule lists (first arguments only)
     python -m ms_dtensor verify --dtypes           each form with each dtype that plain MindSpore takes, and by keyword
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ms_dtensor verify", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="names behind forms_; default all")
-    parser.add_argument("--form", help="only forms whose name contains this")
+    parser.add_argument("--form", help="only forms of this function; if there are none, those whose name contains it")
     parser.add_argument("--missed", action="store_true", help="look for legal cases that no rule lists")
     parser.add_argument("--dtypes", action="store_true", help="ask each form for each dtype, see forms/dtypes.py")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
@@ -106,6 +106,7 @@ def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) 
         if not families or family in families:
             module = importlib.import_module(f"{__package__}.forms.forms_{family}")
             found += [(family, form) for form in module.FORMS if name is None or name in form.name]
+    found = [(family, form) for family, form in found if form.name.split("(")[0] == name] or found
     return [(family, form) for family, form in found
             if zlib.crc32(re.sub(r"\W", "", form.name.split("(")[0].split(".")[-1]).encode()) % parts == part]
 

@@ -20,6 +20,7 @@ from ms_dtensor.ops.rules import RULES, LocalCall
 from ms_dtensor.ops.rules.pointwise import pointwise
 from ms_dtensor.tools import forms
 from ms_dtensor.tools.forms.run import refuses, verify_form
+from ms_dtensor.tools.verify import corpus
 
 FAMILIES = sorted(path.stem for path in Path(forms.__file__).parent.glob("forms_*.py"))
 FORMS = {family: importlib.import_module(f"ms_dtensor.tools.forms.{family}").FORMS for family in FAMILIES}
@@ -51,3 +52,10 @@ def test_gradients_of_averages_are_compared(cpu, monkeypatch):
     monkeypatch.setitem(RULES, "neg", rule)
     report = check_rule(mint.neg, np.random.default_rng(0).normal(size=(4, 2)).astype("f"), axes=((2,),), alike=False)
     assert report.wrong and "gradient of operand 0" in report.wrong[0]
+
+
+def test_a_function_is_asked_alone_and_a_part_of_a_name_by_all_that_have_it():
+    def names(text):
+        return {form.name for _, form in corpus(name=text)}
+    assert names("ops.add") == {"ops.add", "ops.add(x, 2)"}
+    assert {"ops.addcmul", "mint.addcmul", "mint.addcmul(value)"} <= names("addcm") and not names("no such name")

@@ -2,6 +2,7 @@
 """Real ranks: SGD, Adafactor, Muon and EMA on any layout equal one device; what they communicate is counted, to the byte."""
 from __future__ import annotations
 
+import functools
 import math
 
 import mindspore as ms
@@ -30,6 +31,7 @@ from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
+from tests.zoo.test_optimizers import OPTIMIZERS
 
 R, S = Replicate(), Shard
 STEPS, CLOSE = 5, 1e-5  # of the largest element, after 5 steps
@@ -88,6 +90,15 @@ def _compare(build, pieces, meshes, kinds=None, close=CLOSE):
 def sgd_steps_on_any_layout_and_says_nothing(world):
     events, _ = _compare(BUILD["SGD"], PIECES, [mesh_2d()] * len(PIECES))
     assert not events
+
+
+@case(world_size=4, timeout=120)
+def others_that_step_element_by_element_do_so_on_any_layout_and_say_nothing(world):
+    for name, options in OPTIMIZERS.items():
+        made = getattr(optim, name)
+        if made._ALONE and name not in BUILD:
+            events, _ = _compare(functools.partial(made, **options), PIECES, [mesh_2d()] * len(PIECES))
+            assert not events, name
 
 
 @case(world_size=4, timeout=120)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The less common element-by-element ops: activations with parameters, special functions, fused arithmetic.
+"""Names of element-by-element ops: a new one is added here; activations with parameters, special functions.
 
 All are `pointwise.pointwise`, which reads shapes only; here are their names and the few that differ: a gated unit halves
 a dim, a PReLU weight belongs to the channel dim.
@@ -39,6 +39,7 @@ prelu:PReLU:input weight
 fmax:Fmax:input other
 fmin:Fmin:input other
 hypot:Hypot:input other
+gcd:Gcd,Lcm:input other
 xlogy:XLogYScalarOther,XLogYScalarSelf:input other
 eq:EqScalar:input other
 isclose:IsClose,DeprecatedIsclose:input other rtol atol equal_nan
@@ -122,7 +123,7 @@ def like(call: Call) -> OpSpec:
 
 
 _ALIKE = ("frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "
-          "hardtanh threshold fmax fmin hypot nextafter logaddexp heaviside shift divmod no_nan truncated "
+          "hardtanh threshold fmax fmin hypot gcd nextafter logaddexp heaviside shift divmod no_nan truncated "
           "squared_difference isneginf isclose approximate_equal real real_view imag imag_view "
           "conj angle complex polar").split()
 RULES = {

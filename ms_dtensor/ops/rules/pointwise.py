@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-by-element ops: broadcasting decides the Shard cases, linearity the Partial ones.
+"""The rule of element-by-element ops: broadcasting decides Shard cases, linearity Partial ones. A new one: `elementwise.py`.
 
 An op sharded alike on all operands is sharded alike in the result; a dim of size 1 that broadcasts is not sharded.
 Sums pass through what is linear: `linear` names the groups of operands that may be Partial together. A non-linear op

@@ -57,6 +57,7 @@ _BINARY = [
     }),
     *forms(FULL, {"ops.Maximum": lambda x, y: ops.Maximum()(x, y), "ops.Minimum": lambda x, y: ops.Minimum()(x, y)}),
     *forms((arrays((5, 2), (2,), dtype="int32"),), {"x / y of integers": operator.truediv, "mint.div of integers": mint.div}),
+    *forms((arrays((4, 3), (4, 3), dtype="int32"), arrays((5, 3), (3,), dtype="int32")), {"mint.gcd": mint.gcd, "ops.lcm": ops.lcm}),
     *forms(NO_INT, {
         "x / y": operator.truediv, "ops.Div": lambda x, y: ops.Div()(x, y), "ops.RealDiv": lambda x, y: ops.RealDiv()(x, y),
         "ops.DivNoNan": lambda x, y: ops.DivNoNan()(x, y), "ops.MulNoNan": lambda x, y: ops.MulNoNan()(x, y),
@@ -110,7 +111,7 @@ _FUSED = [
         "x.lerp(scalar)": lambda a, b: a.lerp(b, 0.3)}),
 ]
 
-_REFUSED = [Form("ops.cross", ops.cross, arrays((4, 3), (4, 3)), raises=OpRuleError),
+_REFUSED = [Form("ops.zeta", ops.zeta, arrays((4,), (4,), low=2, high=3), raises=OpRuleError),
             Form("ops.polygamma", lambda x: ops.polygamma(Tensor(1), x), arrays((4,), low=1, high=2), raises=OpRuleError),
             Form("ops.igamma", ops.igamma, arrays((4,), (4,), low=1, high=2), raises=OpRuleError)]
 
