@@ -32,8 +32,9 @@ usage: python -m ms_dtensor COMMAND ...
 `python -m ms_dtensor COMMAND --help` explains one. All take --json. Exit codes: 0 all is well, 1 something is
 wrong with what was looked at, 2 it could not be done.
 
-To train:  scripts/run_llama.sh 8 quickstart          8 ranks of this machine
-           scripts/run_llama.sh --help                more, also several machines
+To train a Llama, in a checkout (the wheel is the library alone):
+  scripts/run_llama.sh 8 quickstart                   8 ranks of this machine
+  scripts/run_llama.sh --help                         more, also several machines
 """
 
 

@@ -156,9 +156,8 @@ def needed(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ms_dtensor memory", description="What a rank of one plan needs, by "
                                      "formula, beside what the device has, and the quickest plan that fits if it does not.")
     add_run(parser)
-    for axis in ("dp", "cp", "tp", "pp", "ep", "hsdp"):
-        parser.add_argument(f"--{axis}", type=int, default=1)
-    parser.add_argument("--micro_batches", type=int, default=1)
+    for name in ("dp", "cp", "tp", "pp", "ep", "hsdp", "micro_batches"):
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help="default: as the recipe has it, else 1")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--sharded", choices=("none", "zero1", "fsdp"), default="none")
     args, model = parsed(parser, arguments)
@@ -169,17 +168,20 @@ def needed(arguments: Sequence[str]) -> int:
         print(json.dumps({**told(one), "fits": fits, "capacity_gib": machine.capacity / GIB,
                           "instead": told(nearest) if nearest else None, "not_counted": lacking}, indent=1))
         return 0 if fits else 1
+    print(f"a rank of {one.plan.world}, batch {args.batch}, seq {args.seq}: {keys(one.plan)}")
+    unit, scale = ("GiB", GIB) if one.bytes >= GIB / 10 else ("MiB", 2**20)
     for name, size in one.memory.items():
-        print(f"{name:<28}{size / GIB:9.1f} GiB")
-    print(f"{'all':<28}{one.bytes / GIB:9.1f} GiB of {machine.capacity / GIB:.0f}" + ("" if fits else ": does not fit"))
+        print(f"{name:<38}{size / scale:9.1f} {unit}")
+    print(f"{'all':<38}{one.bytes / scale:9.1f} {unit} of {machine.capacity / GIB:.0f}{' GiB' * (unit != 'GiB')}"
+          + ("" if fits else ": does not fit"))
     if nearest:
         print(f"the quickest plan of {nearest.plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: "
               f"{keys(nearest.plan)}")
     elif not fits:
         print(f"no plan of up to {MORE * one.plan.world} ranks fits")
     if lacking:
-        print(f"not counted here: {', '.join(lacking)}; the recipe's own command counts them, with the same formula: "
-              f"python -m model_zoo.llama.memory --config {args.config}")
+        print(f"not counted here: {', '.join(lacking)}; the recipe's own command counts them, with the same formula, "
+              f"in a checkout: python -m model_zoo.llama.memory --config {args.config}")
     print(f"by formula, not measured; kernels' workspace is not in it. {machine.name}: {machine.source}")
     return 0 if fits else 1
 

@@ -116,6 +116,7 @@ def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
     run = ["memory", str(tmp_path), "--batch", "8", "--seq", "8192", "--dp", "8"]
     assert cli.main(run) == 1
     said = capsys.readouterr().out
+    assert said.startswith("a rank of 8, batch 8, seq 8192: --parallel.dp 8\n"), "the plan comes first"
     assert "GiB of 58: does not fit" in said and "the quickest plan of 8 ranks that fits" in said and "not measured" in said
     assert cli.main([*run, "--sharded", "fsdp", "--recompute", "full", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
