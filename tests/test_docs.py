@@ -170,6 +170,12 @@ def test_the_latest_change_is_of_this_version():
     assert first and first[1] == ms_dtensor.__version__
 
 
+def test_counts_of_the_surface_are_told_alike():
+    rows, cells = re.search(r"^(\d+) rows, (\d+) cells", (DOCS / "mindspore_surface.md").read_text("utf-8"), re.M).groups()
+    assert f"[{int(cells):,} cells](docs/mindspore_surface.md)" in OUTSIDE[0].read_text("utf-8")
+    assert f"| {rows} programs of" in (DOCS / "index.md").read_text("utf-8")
+
+
 def test_every_figure_is_shown():
     shown = "".join(page.read_text("utf-8") for page in (*OUTSIDE, *PAGES))
     assert not [p.name for p in (DOCS / "figures").iterdir() if p.name not in shown]
