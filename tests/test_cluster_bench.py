@@ -238,6 +238,7 @@ def test_a_path_that_cannot_be_used_is_told_in_four_parts(tmp_path, capsys):
         assert run.main(["--suite", "toy", *words]) == 2
         said = capsys.readouterr().err
         assert "cannot be used" in said and all(part in said for part in ("on:", "rule:", "fix:")), said
+    assert not (tmp_path / "out").exists(), "nothing is left of what was refused"
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def numpy_dtype(dtype: Any) -> np.dtype:
         if dtype == mstype.bfloat16:  # NumPy has none; MindSpore brings its own
             made = Tensor([0.0], mstype.bfloat16).asnumpy().dtype
         else:
-            made = np.dtype(mstype.dtype_to_nptype(dtype))
+            made = np.dtype(str(dtype).lower())  # what MindSpore has for it warns each user of its own end
         known = _dtypes[id(dtype)] = made, dtype
     return known[0]
 

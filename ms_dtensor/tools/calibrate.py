@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ import numpy as np
 import yaml
 
 from ..debug.predict import load_hardware
+from ..errors import ConfigError
 from ..redistribute.cost import load_costs, sent_bytes
 from .machine import measure_machine
 
@@ -61,7 +64,8 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
     from .. import comm
     world = comm.start(device)
     if world.size == 1 and not machine:
-        raise SystemExit("calibrate needs two ranks or more: msrun --worker_num=4 ... python -m ms_dtensor calibrate")
+        raise ConfigError("For 'calibrate', one rank has nobody to send to.", "1 rank", "Costs are those of collectives.",
+                          "msrun --worker_num=4 --local_worker_num=4 --join=True python -m ms_dtensor calibrate")
     g, n = comm.group(range(world.size)), world.size
 
     def agree(mine: float) -> float:
@@ -104,17 +108,45 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hardware", type=Path, metavar="FILE.yaml", help="also writes this machine's own file")
     parser.add_argument("--json", action="store_true", help="this always prints JSON")
     args = parser.parse_args(arguments)
-    figures, machine = measure(args.device, args.hardware is not None)
+    try:
+        told = before(args.out, args.hardware)
+        figures, machine = measure(args.device, args.hardware is not None)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if not figures:
         return 0
+    written = {}
     if args.hardware is not None:
         args.hardware.write_text(yaml.safe_dump(machine, sort_keys=False))
         load_hardware(args.hardware)
-    if not figures["beta"]:
-        return 0
-    told = json.loads(args.out.read_text()) if args.out.exists() else {}
-    told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
-    load_costs(args.out)
-    print(json.dumps({"file": str(args.out), **told}, indent=1))
+        written["hardware"] = str(args.hardware)
+    if figures["beta"]:
+        told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
+        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        load_costs(args.out)
+        written |= {"file": str(args.out), **told}
+    print(json.dumps(written, indent=1))
     return 0
+
+
+def before(out: Path, hardware: Path | None) -> dict[str, Any]:
+    """What the file of costs has already. What cannot be read or written is refused here, not after minutes.
+
+    Raises:
+        ConfigError: on rank 0, which writes; msrun ends the others.
+    """
+    if os.environ.get("RANK_ID", "0") != "0":
+        return {}
+    files = [out, *([hardware] if hardware else [])]
+    try:
+        for file in files:
+            made = not file.exists()
+            file.open("a").close()
+            if made:
+                file.unlink()
+        return dict(json.loads(out.read_text())) if out.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("For 'calibrate', a file cannot be used.", f"{', '.join(map(str, files))}: {error}",
+                          "--out has an object of JSON or is new, and both files can be written.",
+                          "a file in a folder of yours") from None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ms_dtensor.errors import ConfigError
-from ms_dtensor.tools import cli, doctor, peaks, plot, predict, runs, trackers
+from ms_dtensor.tools import calibrate, cli, doctor, peaks, plot, predict, runs, trackers
 from ms_dtensor.tools.guard import Guard
 from tests.msrun import PATIENCE
 
@@ -29,6 +29,19 @@ def test_help_names_every_command_and_imports_nothing_heavy(capsys):
             "sys.exit(main(['plot', 'x']))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2 and "'x' is no run" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--out", "none/costs.json"], ["--hardware", "none/mine.yaml"], ["--out", "list.json"],
+                                   ["--out", "half.json"]], ids=" ".join)
+def test_files_of_calibrate_are_refused_before_anything_is_measured(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrate, "measure", None)
+    for name, text in (("list.json", "[1]"), ("half.json", "{")):
+        Path(name).write_text(text)
+    assert cli.main(["calibrate", *words]) == 2
+    said = capsys.readouterr().err
+    assert words[1] in said and all(part in said for part in ("on:", "rule:", "fix:")), said
+    assert sorted(os.listdir()) == ["half.json", "list.json"], "nothing is left"
 
 
 @pytest.mark.parametrize("argv", [["plt"], ["plot"], ["ckpt"], ["doctor", "x", "y"]])

@@ -92,11 +92,11 @@ class Run:
     def __init__(self, options: argparse.Namespace):
         self.options, self.out = options, options.out
         self.pieces_dir = self.out / "pieces"
-        self.pieces_dir.mkdir(parents=True, exist_ok=True)
         self.hosts = read_hosts(text_of(options.hostfile) if options.hostfile else f"localhost slots={options.ranks}")
         self.until = time.time() + 60 * options.budget_minutes
         self.pieces = suites.plan(options.suite, len(self.hosts), self.hosts[0].slots, str(self.out), options.only,
                                   options.algorithm)
+        self.pieces_dir.mkdir(parents=True, exist_ok=True)  # what was refused leaves no folder
         self.tried: set[str] = set()
 
     def say(self, line: str) -> None:
