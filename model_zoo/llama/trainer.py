@@ -217,13 +217,14 @@ class Trainer:
                 self.loads = self._told_by_last_stage()
             return loss, grads
         loss, grads, loads = None, (), None
+        several = self.mesh is not None and token_axes(self.mesh).size() > 1
         for i, part in enumerate(self.parts(*batch), 1):
-            if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
+            if several:  # summed up before they are reduced: until the last, which has the sum, gradients are zeros
                 self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
-            loss, grads, loads = (one, mine, load) if loss is None else (
-                loss + one, tuple(map(add, grads, mine)), loads + load)
+            grads = mine if several or not grads else tuple(map(add, grads, mine))
+            loss, loads = (one, load) if loss is None else (loss + one, loads + load)
         if self.mixed:  # one all-reduce for all layers
             self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)
         return loss, grads

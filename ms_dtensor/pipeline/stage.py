@@ -93,8 +93,9 @@ class PipelineStage:
                 held[key] = p
 
     def synchronise(self, now: bool) -> None:
-        """Whether the next backward reduces gradients over data-parallel ranks: that of the last micro-batch does."""
-        for _, cell in self.module.cells_and_names():
-            tell = cell.__dict__.get("set_requires_gradient_sync")
-            if tell is not None:
-                tell(now, recurse=False)
+        """Whether the next backward reduces gradients over data-parallel ranks: that of the last micro-batch does.
+
+        One rank with all data has nothing to wait for.
+        """
+        for unit in units_of(self.module):
+            unit.reduction.sync = now or unit.mesh.size() == 1

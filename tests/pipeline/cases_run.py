@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -12,6 +13,7 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, ScheduleError
+from ms_dtensor.parallel.sharding import reduce
 from ms_dtensor.pipeline import (
     Actions,
     PipelineStage,
@@ -25,6 +27,7 @@ from ms_dtensor.pipeline import (
     gpipe,
     pipeline,
 )
+from ms_dtensor.pipeline import step as running
 from tests.cases import case
 from tests.dist.support import refusal
 from tests.sharding.support import collected, filled, none_of
@@ -273,6 +276,33 @@ def beside_other_axes(world, names) -> None:
 @case(4, timeout=180)
 def pipelines_beside_other_axes(world):
     beside_other_axes(world, ("gpipe", "1f1b", "interleaved"))
+
+
+@case(2)
+def one_data_rank_holds_no_gradient_back(world):
+    """Nothing is waited for, so no zeros are handed out and added up: each micro-batch's gradients are the step's own."""
+    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    for way in ("replicate", "blocks"):
+        net = filled(Net())
+        want, stages = one_device(net, False), pipeline(net, mesh["pp"])
+        WAYS[way](stages[0].module, mesh)
+        x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+        for step in range(2):
+            with mock.patch.object(reduce, "_zeros", side_effect=AssertionError("zeros")):
+                right(Schedule1F1B(stages, 4, loss_fn), want, f"{way}, step {step}", t, args=(x,))
+
+
+@case(4)
+def zeros_of_gradients_held_back_are_not_added_up(world):
+    """Several data ranks: what micro-batches owe comes with the last one, so a step has nothing to add."""
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for way, kind in (("blocks", Schedule1F1B), ("replicate", ScheduleZBH1)):
+        net = filled(Net())
+        want, stages = one_device(net, False), pipeline(net, mesh["pp"])
+        WAYS[way](stages[0].module, mesh)
+        x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+        with mock.patch.object(running, "added", side_effect=AssertionError("added")):
+            right(kind(stages, 4, loss_fn), want, way, t, args=(x,))
 
 
 class Scaled(nn.Cell):
