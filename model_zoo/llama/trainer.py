@@ -221,9 +221,11 @@ class Trainer:
         for i, part in enumerate(self.parts(*batch), 1):
             if several:  # summed up before they are reduced: until the last, which has the sum, gradients are zeros
                 self.model.set_requires_gradient_sync(i == self.count)
+                grads = ()
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
-            grads = mine if several or not grads else tuple(map(add, grads, mine))
+            grads = tuple(map(add, grads, mine)) if grads else mine
+            del mine  # the next micro-batch has none beside the sum
             loss, loads = (one, load) if loss is None else (loss + one, loads + load)
         if self.mixed:  # one all-reduce for all layers
             self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)

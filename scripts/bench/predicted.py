@@ -5,6 +5,8 @@
 
 Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
 under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
+A machine's pace drifts by minutes: of several files, made in turns, each figure's median counts (`--measured a.json b.json`,
+of the times too).
 Of steps that are not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
 bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the most of the process's pages over those after a
 step of a tiny model, less what malloc had free once the model had been made; and in processes that nobody watches the median
@@ -33,6 +35,7 @@ from llama_step import SIZES
 
 one_thread()
 import numpy as np  # noqa: E402  after the number of threads is set
+import yaml  # noqa: E402
 
 from model_zoo.llama.config import (  # noqa: E402
     Config,
@@ -160,7 +163,7 @@ def _in_turn(shape: tuple[int, ...], count: int) -> np.ndarray:
     return (np.arange(np.prod(shape)) % count).reshape(shape).astype(np.int32)
 
 
-def dry(row: str, hardware: str | None) -> dict[str, Any]:
+def dry(row: str, hardware: str | None = None) -> dict[str, Any]:
     """The same of rank 0, without."""
     import mindspore as ms
 
@@ -194,12 +197,13 @@ def launched(row: str, steps: int, watched: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", help="this machine's file, of two ranks")
-    parser.add_argument("--of1", help="of one; default: the same")
-    parser.add_argument("--of4", help="of four; default: the same")
+    parser.add_argument("--hardware", nargs="+", default=[], help="this machine's files, of two ranks")
+    parser.add_argument("--of1", nargs="+", default=[], help="of one; default: the same")
+    parser.add_argument("--of4", nargs="+", default=[], help="of four; default: the same")
     parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="of real runs; those that lack are run")
+    parser.add_argument("--measured", type=Path, nargs="+", default=[Path("measured.json")],
+                        help="of real runs; those that the first lacks are run")
     parser.add_argument("--measure-only", choices=("seconds", "memory", "both"))
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--real", help=argparse.SUPPRESS)
@@ -207,27 +211,32 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.real or args.dry:
-        told = real(args.real, args.steps, args.watched) if args.real else dry(args.dry, args.hardware)
+        told = real(args.real, args.steps, args.watched) if args.real else dry(args.dry, *args.hardware)
         from ms_dtensor import comm
         if args.dry or (world := comm.current_world()) is None or world.rank == 0:
             Path(args.out).write_text(json.dumps(told))
         return
-    names = args.only.split(";")
-    measured = json.loads(args.measured.read_text()) if args.measured.exists() else {}
+    names, first = args.only.split(";"), args.measured[0]
+    measured = json.loads(first.read_text()) if first.exists() else {}
     for name in names:
         own = measured.setdefault(name, {})
         for what, found in (("seconds", "seconds"), ("memory", "tensors")):
             if found not in own and args.measure_only in (None, "both", what):
                 own |= launched(name, args.steps, what == "memory")
-                args.measured.write_text(json.dumps(measured, indent=1) + "\n")
+                first.write_text(json.dumps(measured, indent=1) + "\n")
                 print("measured", what, name, file=sys.stderr, flush=True)
     if args.measure_only:
         return
+    for name in names:
+        measured[name]["seconds"] = statistics.median(json.loads(p.read_text())[name]["seconds"] for p in args.measured)
     rows = {}
     for name in names:
-        machine = {1: args.of1, 4: args.of4}.get(world_of(config(name))) or args.hardware
+        machines = {1: args.of1, 4: args.of4}.get(world_of(config(name))) or args.hardware
         with tempfile.TemporaryDirectory() as folder:
-            more = ["--hardware", machine] if machine else []
+            more = []
+            if machines:
+                more = ["--hardware", f"{folder}/machine.yaml"]
+                Path(more[1]).write_text(yaml.safe_dump(middle([yaml.safe_load(Path(p).read_text()) for p in machines])))
             subprocess.run([sys.executable, __file__, "--dry", name, "--out", f"{folder}/told.json", *more], check=True,
                            timeout=240, stdout=subprocess.DEVNULL)
             predicted = json.loads(Path(f"{folder}/told.json").read_text())
@@ -238,6 +247,16 @@ def main() -> None:
                       "measured": real_one}
         print(name, {k: v for k, v in rows[name].items() if k not in ("predicted", "measured")}, file=sys.stderr, flush=True)
     print(json.dumps({"rows": rows, **order(rows)}, indent=1))
+
+
+def middle(told: list) -> Any:
+    """Of machines' files, read, each figure's median."""
+    one = told[0]
+    if isinstance(one, dict):
+        return {k: middle([t[k] for t in told]) for k in one}
+    if isinstance(one, list):
+        return [middle(list(each)) for each in zip(*told, strict=True)]
+    return statistics.median(told) if isinstance(one, int | float) and not isinstance(one, bool) else one
 
 
 def order(rows: dict[str, Any]) -> dict[str, Any]:
