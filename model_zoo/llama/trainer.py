@@ -217,16 +217,13 @@ class Trainer:
                 self.loads = self._told_by_last_stage()
             return loss, grads
         loss, grads, loads = None, (), None
-        several = self.mesh is not None and token_axes(self.mesh).size() > 1
         for i, part in enumerate(self.parts(*batch), 1):
-            if several:  # summed up before they are reduced: until the last, which has the sum, gradients are zeros
+            if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
-                grads = ()
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
-            grads = tuple(map(add, grads, mine)) if grads else mine
-            del mine  # the next micro-batch has none beside the sum
-            loss, loads = (one, load) if loss is None else (loss + one, loads + load)
+            loss, grads, loads = (one, mine, load) if loss is None else (
+                loss + one, tuple(map(add, grads, mine)), loads + load)
         if self.mixed:  # one all-reduce for all layers
             self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)
         return loss, grads

@@ -11,6 +11,8 @@ import pytest
 import ms_dtensor as md
 from ms_dtensor.core.balance import Mask
 from ms_dtensor.debug import dry_run
+from ms_dtensor.debug.predict import Op
+from ms_dtensor.debug.predict.timeline import work_of
 from ms_dtensor.ops.local import varlen_cpu
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -37,6 +39,8 @@ def test_no_scores_are_counted_and_products_are_those_of_pairs(device):
     seen = [e for e in run.events if e.op == "context_attention"]
     cost = 4 * tokens.work(0) * HEADS * WIDTH
     assert [(e.phase, e.flops) for e in seen] == [("forward", cost), ("backward", cost * 5 // 2)]
+    works = [work_of(e) for e in seen]
+    assert all(isinstance(work, Op) and work.matrix for work in works), "products are the matrix units' work"
     assert not run.assumed
 
 

@@ -20,7 +20,7 @@ PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "b
                       *conv.RULES, *attention.RULES))
 
 
-NODES = frozenset(("swiglu_rows",))  # products in one node of the library's, of which no rule tells
+NODES = frozenset(("swiglu_rows", "context_attention"))  # products in one node of the library's, of which no rule tells
 
 
 @dataclass(frozen=True, slots=True)
