@@ -8,7 +8,7 @@ and v are one, w1 and w3 another, cut by parts. They run forward and backward as
 `tests/rehearsal`. MindSpore's profiler names every kernel that ran, autograd's own too: casts, fills, additions. The
 emulator adds the copies that it makes in NumPy in a kernel's place. What a block more costs, less what it costs on one rank
 that has the parameters whole and in the dtype of the computation, is what `fully_shard` asks; collectives are named apart.
-Each sort of kernel is counted by itself: fewer of one make up for none of another.
+Each sort of kernel is counted by itself: fewer of one make up for none of another. `mfu.py` prices what is counted here.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,15 +92,16 @@ def kernels(step: Callable[[], object], device) -> Counter:
     return found + Counter(copy=device.counts["written"])
 
 
-def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool) -> tuple[Counter, Counter]:
-    """Kernels and collectives of a step of so many blocks, after a first one."""
+def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool, reshard: bool = True) -> tuple[Counter, Counter]:
+    """Kernels and collectives of a step of so many blocks, after a first one; `reshard`: after the forward."""
     with comm.fake_world(ranks, 0), rehearsed(clock=False) as device:
         mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
         kind = ms.float32 if policy is None else policy.param_dtype
         net = nn.SequentialCell([Block(i, ms.float32 if fsdp else kind, joined) for i in range(blocks)])
         if fsdp:
             for block in net:
-                md.fully_shard(block, mesh=mesh, mp_policy=policy, shard_placement_fn=by_parts if joined else None)
+                md.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard,
+                               shard_placement_fn=by_parts if joined else None)
             md.fully_shard(net, mesh=mesh)  # has no parameters of its own
         else:
             md.distribute_module(net, mesh)
@@ -111,11 +113,19 @@ def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool) -> tuple[Co
         return kernels(lambda: step(x), device), Counter(f"{e.op} {e.phase}" for e in events)
 
 
-def of_a_block(ranks: int, policy, whole: Counter, joined: bool) -> dict:
-    """What `fully_shard` asks for one block; `whole`: what the block itself asks."""
-    (one, few), (two, more) = (asked(ranks, policy, blocks, True, joined) for blocks in (1, 2))
+@cache
+def whole(policy, joined: bool) -> Counter:
+    """What the block itself asks."""
+    two, one = (asked(1, policy, blocks, False, joined)[0] for blocks in (2, 1))
     two.subtract(one)
-    two.subtract(whole)
+    return two
+
+
+def of_a_block(ranks: int, policy, joined: bool, reshard: bool = True) -> dict:
+    """What `fully_shard` asks for one block."""
+    (one, few), (two, more) = (asked(ranks, policy, blocks, True, joined, reshard) for blocks in (1, 2))
+    two.subtract(one)
+    two.subtract(whole(policy, joined))
     added = {name: n for name, n in sorted(two.items()) if n > 0}
     total, parameters = sum(added.values()), len(JOINED) + 2 if joined else WEIGHTS
     return {"ranks": ranks, "kernels": added, "per_weight": round(total / WEIGHTS, 2), "parameters": parameters,
@@ -134,9 +144,7 @@ def main() -> None:
     for kind in args.blocks:
         joined = kind == "joined"
         for name, policy in POLICIES.items():
-            whole = asked(1, policy, 2, False, joined)[0]
-            whole.subtract(asked(1, policy, 1, False, joined)[0])
-            results[f"{kind}, {name}"] = [of_a_block(ranks, policy, whole, joined) for ranks in args.ranks]
+            results[f"{kind}, {name}"] = [of_a_block(ranks, policy, joined) for ranks in args.ranks]
     text = json.dumps({"weights": WEIGHTS, "steps": results}, indent=1)
     print(text)
     if args.out:

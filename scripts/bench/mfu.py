@@ -7,9 +7,9 @@ Nothing is measured on a device. A layer's time there is that of four layers les
 dry run, priced by the machine's file, which says where its figures are from; one of measured figures is written by
 `scripts/ascend_first.sh` on a node, and is the only input then: `--machine FILE`. The host's time is what is counted in the
 same runs, operations and collectives, forward and backward, times what one costs the processor by that file, or where it
-does not say, measured here (`--host` prints it, for the file), and as operations the copies by which `fully_shard` packs a
-layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
-it: that these copies move what is gathered and reduced through the device's memory once more.
+does not say, measured here (`--host` prints it, for the file), and as operations the kernels by which `fully_shard` packs a
+Llama's layer, as `fsdp_kernels.py` counts them; `slower`: the same on a core so many times slower. A step takes the longer
+of the two. Not in it: that these kernels move what is gathered and reduced through the device's memory once more.
 """
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from model_zoo.llama.dry import dry_step  # noqa: E402
 from model_zoo.llama.flops import flops_per_token  # noqa: E402
 from model_zoo.llama.memory import per_rank  # noqa: E402
 from ms_dtensor.debug.predict import Hardware, load_hardware, timeline  # noqa: E402
+from scripts.bench.fsdp_kernels import POLICIES, of_a_block  # noqa: E402
 
 SEQ = ["--train.seq", "8192", "--train.micro_batches", "1"]
 TP8 = ["--parallel.tp", "8", "--parallel.sequence_parallel", "true", *SEQ]
@@ -63,10 +64,10 @@ def host() -> dict[str, float]:
         def moves(n: int):
             return md.value_and_grad(lambda a: chain(a, n, there_and_back).sum())
 
-        def took(run) -> float:  # of this process alone: others may be busy
-            start = time.process_time()
+        def took(run) -> float:  # of this thread alone: MindSpore's others spin now and then, other processes may be busy
+            start = time.thread_time()
             run(x)
-            return 1e6 * (time.process_time() - start)
+            return 1e6 * (time.thread_time() - start)
 
         def each(make, many: int) -> float:
             few, more = make(2), make(2 + many)
@@ -87,7 +88,7 @@ def chain(x, n: int, step):
 
 class Counted(NamedTuple):
     """What dry runs say of a layout: seconds of a layer, of what it sends, those in which it waits, of all else; and how
-    much it asks for.
+    much it asks for. `packed`: kernels of `fully_shard`, which a dry run does not see.
     """
 
     cfg: Config
@@ -98,6 +99,7 @@ class Counted(NamedTuple):
     rest: float
     ops: float
     moves: float
+    packed: int
 
 
 def counted(config: Path, name: str, machine: Hardware) -> Counted:
@@ -114,18 +116,25 @@ def counted(config: Path, name: str, machine: Hardware) -> Counted:
         sent = sum(end - begin for e, begin, end in zip(run.events, line.begin, line.end) if e.is_move)
         steps.append((line.seconds, sent, sum(line.waits.values()), len(run.events) - moves, moves))
     layer, sent, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))
-    return Counted(cfg, world, layer, sent, max(0.0, still), steps[0][0] - 2 * layer, ops, moves)
+    return Counted(cfg, world, layer, sent, max(0.0, still), steps[0][0] - 2 * layer, ops, moves, packing(cfg))
+
+
+def packing(cfg: Config) -> int:
+    """Kernels by which `fully_shard` packs a layer, of as many ranks of data parallelism; ZeRO-1 is it, too."""
+    p = cfg.parallel
+    if not (p.fsdp or p.zero1):
+        return 0
+    policy = POLICIES["bfloat16, gradients added up in float32" if cfg.train.dtype == "bfloat16" else "float32"]
+    with redirect_stdout(sys.stderr):  # MindSpore's profiler talks
+        return sum(of_a_block(p.dp // p.hsdp, policy, joins(cfg), reshard=p.fsdp)["kernels"].values())
 
 
 def row(name: str, of: Counted, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
     """A layout's line of the table."""
     cfg, needed = of.cfg, sum(per_rank(of.cfg).values())
-    p = cfg.parallel
-    held = 6 if joins(cfg) else 9  # parameters a layer; their copies, of any number of ranks: `tests/test_device_branch.py`
-    packed = 1 + 2 * held + (2 + held) * (1 + p.fsdp) if p.fsdp or p.zero1 else 0
-    asked = ((of.ops + packed) * costs["op"] + of.moves * costs["collective"]) * 1e-6
+    asked = ((of.ops + of.packed) * costs["op"] + of.moves * costs["collective"]) * 1e-6
     tokens = cfg.train.batch * cfg.train.seq / of.world
-    made = {"layout": name, "operations a layer": of.ops + packed, "collectives a layer": of.moves,
+    made = {"layout": name, "operations a layer": of.ops + of.packed, "collectives a layer": of.moves,
             "device ms a layer": round(1e3 * of.layer, 1), "exposed ms": round(1e3 * of.still, 1),
             "hidden": round(1 - of.still / of.sent, 3),
             "GiB": round(needed / 2**30, 1), "fits": needed <= machine.capacity}
