@@ -195,6 +195,7 @@ def test_a_damaged_piece_is_missing_to_the_runner_and_named_by_the_report(planne
     _, seen = planned(lambda names, write, at_work: [write(n) for n in names] and "")
     assert seen[1:] == [["dispatch"]] and "dispatch.json', the file is damaged" in capsys.readouterr().out
     assert report.main([str(made.out), "--out", str(tmp_path / "page.html")]) == 0
+    assert run.finished(made.out).exists() and not (made.out / "at_work").exists()
     (made.out / "run.json").write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(ValueError, match="run.json', the file is damaged"):
         run.describe(made.options, 2, 1)

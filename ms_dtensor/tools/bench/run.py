@@ -261,7 +261,8 @@ def joined(options: argparse.Namespace) -> None:
 
 
 def finished(out: Path) -> Path:
-    """Its page."""
+    """Its page; nothing is at work any more."""
+    (out / "at_work").unlink(missing_ok=True)
     page = out / "report.html"
     page.write_text(report.page([out]), encoding="utf-8")
     return page
