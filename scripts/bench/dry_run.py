@@ -4,7 +4,8 @@
     python scripts/bench/dry_run.py model_zoo/llama/configs/llama3_405b.yaml --world 16384 \
         --parallel.dp 2048 --parallel.hsdp 16 --train.batch 2048
 
-Prints one line of JSON: seconds and peak memory of this process, then what the rank does. No rank is started.
+Prints one line of JSON (the plan goes to stderr): seconds and peak memory of this process, then what the rank does.
+No rank is started.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -30,7 +32,7 @@ def step(config: list[str], world: int, rank: int, device: str) -> tuple:
     """A dry run of one training step, and its seconds: to lay the model out, and to run it."""
     began = time.perf_counter()
     cfg = load(config, world)[0]
-    with dry_run(world=world, rank=rank, device=device, values={"experts": 8}) as run:
+    with redirect_stdout(sys.stderr), dry_run(world=world, rank=rank, device=device, values={"experts": 8}) as run:
         trainer = Trainer(cfg, None, make_mesh("npu" if device == "Ascend" else "cpu", cfg.parallel),
                           initialize=lambda model: None)
         laid_out = time.perf_counter()

@@ -125,7 +125,7 @@ class Run:
                     "pieces": [{"name": p.name, "benchmark": p.benchmark, "options": p.options} for p in pieces]}
         at_work, limits = self.out / "at_work", {p.name: p.limit for p in pieces}
         at_work.unlink(missing_ok=True)
-        self.say(f"{len(pieces)} pieces on {len(hosts)} x {first.slots}: {', '.join(p.name for p in pieces)}")
+        self.say(f"{len(pieces)} pieces on {len(hosts)} x {first.slots} ranks: {', '.join(p.name for p in pieces)}")
         began = time.time()
 
         def deadline() -> float:
