@@ -8,7 +8,6 @@ no tags, no aliases, no dates, no key twice, of numbers the decimal ones, and li
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ms_dtensor.core.plain_yaml import plain_yaml
 from ms_dtensor.errors import ConfigError
 
 from .config import Config, check, check_ranges
@@ -78,9 +78,13 @@ def _with_published_sizes(cfg: Config, tree: dict) -> Config:
     return replace(cfg, model=model)
 
 
-def check_alone(tree: dict) -> None:
-    """Refuses keys, types and numbers that no run can have. Not: what they mean together, which options may still change."""
-    check_ranges(build(Config, tree))
+def checked_alone(tree: dict) -> dict:
+    """The tree with its section `model` whole, as a run has it: a size that is not told has a default, or is that of
+    `train.init_hf`. Refuses keys, types and numbers that no run can have. Not: what they mean together, which options may
+    still change."""
+    cfg = _with_published_sizes(build(Config, tree), tree)
+    check_ranges(cfg)
+    return tree | {"model": asdict(cfg.model)}
 
 
 def build(kind: type, tree: dict, where: str = ""):
@@ -167,44 +171,11 @@ def _describe(hint) -> str:
             bool: "true or false", str: "text, of one character at least"}.get(hint, str(hint))
 
 
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in kinds if not tag.endswith(("timestamp", ":int", ":float"))]
-        for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-    depth = 0
-
-    def compose_node(self, parent, index):
-        event = self.peek_event()
-        self.depth += 1
-        if self.depth > 8 or getattr(event, "anchor", None) or getattr(event, "tag", None):
-            what = "nested too deep" if self.depth > 8 else "an anchor, an alias or a tag"
-            raise yaml.composer.ComposerError(None, None, what, event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        for i, (key, _) in enumerate(node.value):
-            if key.value in keys[:i]:
-                raise yaml.constructor.ConstructorError(None, None, f"{_short(key.value)} is given twice", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 also takes 010 for eight and 1:30 for ninety, and 1e-3 for text
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
-    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"), list("-+.0123456789"))
-
-
 def _yaml(text: str | bytes):
     """What YAML says, or why not, as ValueError."""
     if len(text) > _MOST_BYTES:
         raise ValueError(f"{len(text)} bytes")
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
-    except (yaml.YAMLError, UnicodeError, OverflowError) as error:
-        raise ValueError(str(error)) from None
+    return plain_yaml(text)
 
 
 def _scalar(text: str):

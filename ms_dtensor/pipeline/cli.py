@@ -18,6 +18,8 @@ from .check import check
 from .draw import draw, summary
 from .order import simulate
 
+MOST = 1_000_000  # forwards of a schedule
+
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
@@ -54,11 +56,25 @@ def times(text: str) -> dict[str, float]:
         >>> times("F=1,I=0.5")
         {'F': 1.0, 'I': 0.5}
     """
-    pairs = [item.partition("=") for item in text.split(",")]
-    return {key: float(value) for key, _, value in pairs}
+    out: dict[str, float] = {}
+    for item in text.split(","):
+        key, _, value = item.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{item!r} is no time, such as F=1") from None
+        if key in out:
+            raise argparse.ArgumentTypeError(f"{key} is given twice")
+        out[key] = number
+    return out
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.schedule and args.pp > 0 and args.pp * args.micro > MOST:
+        raise ScheduleError("For 'pipeline', the schedule is too large to look at.",
+                            f"--pp {args.pp} and --micro {args.micro}: {args.pp * args.micro} forwards",
+                            f"At most {MOST} are checked, simulated and drawn, which takes half a minute.",
+                            "fewer of both: what a schedule does shows with few microbatches more than ranks")
     order = Actions.load(args.check) if args.check else BUILDERS[args.schedule](args.pp, args.micro)
     faults = check(order)
     if faults:
@@ -67,9 +83,10 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     timeline = simulate(order, args.costs, args.hop)
     try:
-        for path, text in ((args.svg, draw(timeline, "svg")), (args.html, draw(timeline, "html")), (args.csv, order.csv())):
+        for path, make in ((args.svg, lambda: draw(timeline, "svg")), (args.html, lambda: draw(timeline, "html")),
+                           (args.csv, order.csv)):
             if path:
-                path.write_text(text, "utf-8")
+                path.write_text(make(), "utf-8")
     except OSError as error:
         raise ScheduleError("For 'pipeline', a file cannot be written.", str(error), "Pictures and orders go there.",
                             "a folder of yours") from None

@@ -61,6 +61,8 @@ def _protobuf() -> Finding:
                    'pip install "protobuf>=7.34.1" (some packages, SwanLab among them, put an older one in its place)')
 
 
+_PATIENCE = 120  # seconds for MindSpore's start
+_ANSWER = 20  # seconds for a driver's command
 _ASK = """
 import json, mindspore as ms, ms_dtensor as md
 from ms_dtensor.internals.target import target
@@ -79,6 +81,13 @@ print("\\n" + json.dumps(said), flush=True)
 """
 
 
+def _hangs() -> str:
+    """What to look at where MindSpore does not start."""
+    if Path("/dev/davinci_manager").exists():
+        return "npu-smi info: if it does not answer either, the driver hangs, and this machine has to be started again"
+    return "time python -c 'import mindspore': a slow disk or a machine at work takes long once; a second run is quicker"
+
+
 def _mindspore() -> Finding:
     if importlib.util.find_spec("mindspore") is None:
         return Finding("MindSpore", "fail", "not installed", "pip install mindspore==2.10.0 (or the build for your CANN: "
@@ -88,11 +97,11 @@ def _mindspore() -> Finding:
     for name in ("MS_ROLE", "MS_WORKER_NUM", "RANK_ID"):
         env.pop(name, None)
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120, env=env,
+        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_PATIENCE, env=env,
                               check=False)
     except subprocess.TimeoutExpired:
-        return Finding("MindSpore", "fail", "its import did not end in two minutes",
-                       "look at npu-smi info or nvidia-smi: a device may hang")
+        return Finding("MindSpore", "fail", f"{_text('mindspore')}: {sys.executable} was to import it and to add four "
+                       f"numbers on a mesh of one rank, which did not end in {_PATIENCE} seconds", _hangs())
     try:
         said = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
@@ -121,7 +130,8 @@ def _ascend() -> Finding:
     version = lines[0].partition("=")[2].strip("[]") if lines else "?"
     driver = _output("npu-smi", "info", "-l")
     if driver is None:
-        return Finding("CANN", "fail", f"{version} in {home}; npu-smi does not answer",
+        return Finding("CANN", "fail", f"{version} in {home}; npu-smi is not there, fails, or takes more than {_ANSWER} "
+                       "seconds",
                        "install the driver and firmware that this CANN asks for, or add this user to group HwHiAiUser")
     return Finding("CANN", "ok", f"{version} in {home}; {driver.count('NPU ID')} NPUs")
 
@@ -278,7 +288,7 @@ def _version(package: str) -> tuple[int, ...] | None:
 
 def _output(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 

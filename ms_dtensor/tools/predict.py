@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ..core.plain_yaml import plain_yaml
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
 from ..debug.predict.search import GIB, keys, transformer
 from ..errors import ConfigError
@@ -31,10 +30,12 @@ def read(path: Path) -> dict[str, Any]:
     """A configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        told = yaml.safe_load(file.read_text("utf-8"))  # JSON is YAML, too
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        text = file.read_text("utf-8")
+        told = json.loads(text) if file.suffix == ".json" else plain_yaml(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"For '{path}', no configuration can be read.", str(error)[:200],
-                          "It is a config.json of Hugging Face, its folder, or YAML with a section `model`.",
+                          "It is a config.json of Hugging Face, its folder, or YAML with a section `model`, plain: no tags, "
+                          "no key twice.",
                           "name such a file") from None
     if not isinstance(told, dict):
         raise ConfigError(f"For '{path}', the configuration is no mapping.", str(told)[:80],
@@ -46,7 +47,8 @@ def read(path: Path) -> dict[str, Any]:
         wrong = [f"parallel.{name} = {parallel[name]!r}" for name in ("fsdp", "zero1", "sequence_parallel")
                  if not isinstance(parallel.get(name, False), bool)]
         wrong += [f"train.dtype = {dtype!r}"] if dtype not in DTYPES else []
-    unknown = [str(name) for name in told if name not in SECTIONS] if "model" in told else []
+    recipe = "model" in told or any(name in SECTIONS for name in told)
+    unknown = [str(name) for name in told if name not in SECTIONS] if recipe else []
     if unknown:  # a misspelt one would be left out of the figures without a word
         raise ConfigError(f"For '{path}', the recipe has sections that no recipe has.", ", ".join(unknown)[:200],
                           f"They are {', '.join(SECTIONS)}.", "write the section's name as it is there, or leave it out")
@@ -55,18 +57,17 @@ def read(path: Path) -> dict[str, Any]:
                           "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false; "
                           f"dtype is {' or '.join(DTYPES)}.",
                           "write it as in model_zoo/llama/configs")
-    if "model" in told:
-        check_recipe(told)
-    return told
+    return as_recipe(told) if recipe else told
 
 
-def check_recipe(told: dict[str, Any]) -> None:
-    """Has the recipe itself read all keys, where Python finds it: it knows which there are, and what each may be."""
+def as_recipe(told: dict[str, Any]) -> dict[str, Any]:
+    """As the recipe itself reads it, where Python finds it: it knows which keys there are, what each may be, and which
+    sizes a model has that are not told."""
     try:
         recipe = importlib.import_module("model_zoo.llama.configio")  # no part of the wheel
     except ImportError:
-        return
-    recipe.check_alone(told)
+        return told
+    return recipe.checked_alone(told)
 
 
 def sizes_of(told: dict[str, Any]) -> Transformer:

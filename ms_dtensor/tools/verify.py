@@ -129,8 +129,14 @@ def run(options, part: int, parts: int) -> dict:
     out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "slowest": {}, "wrong": [], "missed": [],
                  "table": [], "rules": []}
     seen: dict = {}
-    for family, form in forms:
+    told = time.time()
+    if options.form:
+        print(f"{len(forms)} forms have {options.form!r} in their names", file=sys.stderr, flush=True)
+    for i, (family, form) in enumerate(forms):
         started = time.time()
+        if options.form and started - told > 10:  # a short text is in many names
+            print(f"{i} of them are done", file=sys.stderr, flush=True)
+            told = started
         report = Report(seen=seen)
         if form.raises is None:
             verify_form(form, report, missed=options.missed, quick=options.missed)

@@ -109,7 +109,8 @@ def test_a_wrong_order_is_told_with_exit_code_1(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, said", [
     (["--check", "none.csv"], "cannot be read"), (["--schedule", "interleaved", "--pp", "4", "--micro", "6"], "do not fit"),
     (["--schedule", "gpipe", "--pp", "2", "--micro", "2", "--svg", "none/a.svg"], "cannot be written"),
-    (["--schedule", "gpipe", "--pp", "2", "--micro", "2", "--costs", "F=0"], "costs are not")])
+    (["--schedule", "gpipe", "--pp", "2", "--micro", "2", "--costs", "F=0"], "costs are not"),
+    (["--schedule", "1f1b", "--pp", "100000", "--micro", "100000"], "too large to look at")])
 def test_what_cannot_be_done_is_told_with_exit_code_2(arguments, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, *arguments)
@@ -120,7 +121,7 @@ def test_what_cannot_be_done_is_told_with_exit_code_2(arguments, said, capsys, t
 
 @pytest.mark.parametrize("arguments", [
     "", "--schedule gpipe", "--schedule gpipe --check a.csv", "--check a.csv --pp 2", "--schedule nonsense --pp 2 --micro 2",
-    "--schedule gpipe --pp 2 --micro 2 --costs F"])
+    "--schedule gpipe --pp 2 --micro 2 --costs F", "--schedule gpipe --pp 2 --micro 2 --costs F=1,F=2"])
 def test_a_wrong_call_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as refused:
         cli.main(["pipeline", *arguments.split()])

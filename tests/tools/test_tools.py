@@ -94,6 +94,30 @@ def test_a_mindspore_that_cannot_be_imported_is_a_finding(monkeypatch, tmp_path,
     assert found.status == "fail" and "libascendcl.so" in found.found and "set_env.sh" in found.fix
 
 
+def test_a_mindspore_that_does_not_end_says_what_was_tried_and_how_long(monkeypatch, tmp_path):
+    (tmp_path / "mindspore").mkdir()
+    (tmp_path / "mindspore/__init__.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_PATIENCE", 0.5)
+    found = doctor._mindspore()
+    assert found.status == "fail" and "did not end in 0.5 seconds" in found.found and sys.executable in found.found
+    assert "import mindspore" in found.fix and "npu-smi" not in found.fix, "there is no device here"
+    monkeypatch.setattr(doctor.Path, "exists", lambda self: self.name == "davinci_manager")
+    assert "npu-smi" in doctor._mindspore().fix
+
+
+def test_figures_that_have_no_place_are_refused_before_they_are_measured(tmp_path):
+    (tmp_path / "costs.json").write_text("{")
+    for words, said in ((["--hardware", str(tmp_path / "no/such")], "cannot be written"),
+                        (["--hardware", str(tmp_path / "m.yaml"), "--out", str(tmp_path)], "cannot be written"),
+                        (["--hardware", str(tmp_path / "m.yaml"), "--out", str(tmp_path / "costs.json")], "cannot be read")):
+        code = ("from ms_dtensor.tools import calibrate; calibrate.median_seconds = None; "
+                f"raise SystemExit(calibrate.main({words}))")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
+
+
 def test_variables_that_ranks_would_refuse_are_a_finding(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MS_DTENSOR_")]:  # of who runs the tests
         monkeypatch.delenv(name)
@@ -202,6 +226,37 @@ def test_experts_that_a_recipe_does_not_number_are_as_many_as_it_has_unsaid(tmp_
         assert cli.main(["memory", str(tmp_path / "recipe.yaml")]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+SMALL = "dim: 64, n_layers: 2, n_heads: 16, n_kv_heads: 8, ffn_dim: 168, vocab_size: 259"
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("train: {batch: 4, seq: 32}\ntrain: {batch: 8, seq: 32}", "'train' is given twice"),
+    ("train: {batch: 4, seq: 32, seq: 64}", "'seq' is given twice"), ("train: {batch: 010, seq: 32}", "'010'"),
+    ("train: {batch: 4, seq: 1:30}", "'1:30'"), ("train: &a {batch: 4, seq: 32}", "an anchor")])
+def test_a_recipe_that_the_recipe_does_not_read_is_refused(text, said, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {{{SMALL}}}\n{text}\n")
+    for command in (["memory", str(recipe)], ["suggest", str(recipe), "--world", "2"], ["doctor", str(recipe)]):
+        assert cli.main(command) == 2 and said in capsys.readouterr().err
+
+
+def test_what_a_recipe_leaves_unsaid_is_as_the_recipe_has_it(tmp_path, capsys):
+    recipe, said = tmp_path / "recipe.yaml", []
+    run = "train: {batch: 4, seq: 1}\noptim: {lr: 1e-3}\n"
+    whole = "dim: 64, n_layers: 4, n_heads: 16, n_kv_heads: 8, ffn_dim: 704, vocab_size: 256"
+    for model in (whole, "dim: 64, n_heads: 16"):  # Hugging Face would have 16 heads of keys
+        recipe.write_text(f"model: {{{model}}}\n{run}")
+        assert cli.main(["memory", str(recipe), "--json"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    recipe.write_text(run)
+    assert cli.main(["memory", str(recipe), "--tp", "2"]) == 0 and "GiB of 58" in capsys.readouterr().out
+    recipe.write_text("train: {batch: 4, seq: 32, init_hf: /no/such}\n")
+    assert cli.main(["memory", str(recipe)]) == 2 and "/no/such/config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B, indent="\t"))  # no YAML
+    assert cli.main(["memory", str(tmp_path), "--batch", "1", "--seq", "1"]) == 1
 
 
 def test_the_sections_of_a_recipe_are_all_known():

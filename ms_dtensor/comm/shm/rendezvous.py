@@ -42,7 +42,7 @@ def stated_timeout() -> float:
         seconds = -1.0
     if not 0 < seconds <= 1e6:
         raise ConfigError("For 'MS_DTENSOR_TIMEOUT', the value is no number of seconds.",
-                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "It is above 0 and at most 1000000: how long a rank waits.",
+                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "So many seconds a rank waits: above 0, at most 1000000.",
                           ("set it to 60, say", "leave it out for 300"))
     return seconds
 

@@ -12,8 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ...core.plain_yaml import plain_yaml
 from ...errors import ConfigError
 
 MACHINES = Path(__file__).parent / "machines"
@@ -135,16 +134,18 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           'hardware="910b", or the path of a file')
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
-        told = yaml.safe_load(file.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"For 'hardware', '{file}' is no YAML.", str(error)[:200], "A machine is one YAML file.",
-                          f"write it as {MACHINES / 'a100.yaml'} is") from None
+        text = file.read_text("utf-8", "replace")
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise ConfigError(f"For 'hardware', there is no machine {str(machine)!r}.",
                           f"{str(file)!r}: {getattr(error, 'strerror', error)}",
                           f"Known are {', '.join(known)}; others are files of yours.",
                           ["python -m ms_dtensor calibrate --hardware FILE measures this one",
                            f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
+    try:
+        told = plain_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"For 'hardware', '{file}' is no YAML.", str(error)[:200], "A machine is one YAML file.",
+                          f"write it as {MACHINES / 'a100.yaml'} is") from None
     try:
         return parse(file.stem, told)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -22,9 +22,10 @@ from ...optim.adamw import AdamW
 from ...tensor.autograd import grad
 from ...tensor.dtensor import DTensor
 from .arithmetic import attention_flops, digits, matmul_flops, peak_of, share, tflops
+from .suites import PRODUCTS
 from .world import Bench, spread
 
-DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
+DTYPES = {name: getattr(ms, name) for name in PRODUCTS}
 Case = tuple[str, Callable[[], object], float, float]  # shape, call, operations, bytes
 Place = Callable[[Tensor], Tensor]
 

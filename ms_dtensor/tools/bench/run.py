@@ -181,6 +181,8 @@ def count(text: str) -> int:
 
 def peak(text: str) -> tuple[str, float]:
     dtype, value = pair(text)
+    if dtype not in suites.PRODUCTS:
+        raise argparse.ArgumentTypeError(f"{dtype!r} is none of {', '.join(suites.PRODUCTS)}")
     return dtype, positive(value)
 
 
@@ -222,6 +224,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="on CPUs: MindSpore's own, under both interfaces, or this library's for one host")
     parser.add_argument("--json", action="store_true", help="print JSON of what is done at the end; the rest goes to stderr")
     options = parser.parse_args(argv)
+    if len(options.peak) != len({dtype for dtype, _ in options.peak}):
+        parser.error("argument --peak: a dtype is given twice")
     options.peak = dict(options.peak)
     options.suite = options.suite or suites.default()
     options.env = {**({"OMP_NUM_THREADS": "1"} if options.suite == "toy" else {}), **dict(options.env)}

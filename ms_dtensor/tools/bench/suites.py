@@ -16,6 +16,7 @@ from ...errors import ConfigError
 BENCHMARKS = ("startup", "collectives", "compute", "dispatch", "llama", "scaling", "checkpoint")
 RECIPE = "model_zoo.llama.tools.bench_step"  # no part of the wheel
 OF_RECIPE = {"llama", "scaling"}
+PRODUCTS = ("float32", "bfloat16", "float16")  # dtypes whose products are measured
 
 
 def recipe() -> list[str]:
