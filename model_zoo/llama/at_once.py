@@ -13,15 +13,17 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_dtensor.dispatch.held import holding
+from ms_dtensor.internals.cells import is_hooked
 from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local.rows_cpu import parts
 
 from .cpu import differentiated_once
 
 
-def fits(x: Tensor) -> bool:
-    """Whether a node may stand for layers of this input."""
-    return x.dtype == ms.float32 and holding.get() is None
+def fits(x: Tensor, *cells: nn.Cell) -> bool:
+    """Whether a node may stand for these layers of this input: not for one that is another cell by now, or hooked."""
+    return x.dtype == ms.float32 and holding.get() is None and all(
+        type(cell) is nn.Dense and not (cell.has_bias or cell.activation_flag or is_hooked(cell)) for cell in cells)
 
 
 class Products(Function):

@@ -68,7 +68,7 @@ class FeedForward(nn.Cell):
             self.w1, self.w2, self.w3 = linear(dim, width), linear(width, dim), linear(dim, width)
 
     def construct(self, x):
-        if self.core is not None and at_once.fits(x):
+        if self.core is not None and at_once.fits(x, self.w1, self.w3, self.w2):
             return self.core(x, self.w1.weight, self.w3.weight, self.w2.weight)
         # between the two, dim 1 is whole on every rank, as the fused op needs it
         if self.joined:

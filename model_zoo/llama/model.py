@@ -150,7 +150,7 @@ class Attention(nn.Cell):
 
     def _linear(self, x, *cells):
         """What linear layers make of x: of one its result, of several a tuple."""
-        if self.products is not None and at_once.fits(x):
+        if self.products is not None and at_once.fits(x, *cells):
             return self.products(x, *(cell.weight for cell in cells))
         made = tuple(cell(x) for cell in cells)
         return made if len(made) > 1 else made[0]
@@ -231,7 +231,7 @@ class Llama(nn.Cell):
                 shares = [shares[0] + share if shares else share]
                 loads.append(load.reshape(1, -1))
         x = self.norm(x)
-        at_once_fits = self.products is not None and at_once.fits(x) and not isinstance(self.output, Absent)
+        at_once_fits = self.products is not None and at_once.fits(x, self.output)
         logits = self.products(x, self.output.weight) if at_once_fits else self.output(x)
         if not shares:
             return logits

@@ -20,11 +20,10 @@ from ms_dtensor import (
     replicate,
     value_and_grad,
 )
-from ms_dtensor.errors import OpRuleError
 from tests.cases import case
 from tests.dist.cases_plans import Attention
 from tests.dist.cases_styles import fill
-from tests.dist.support import array, counted, data, equal, mesh_2d, refusal
+from tests.dist.support import array, counted, data, equal, mesh_2d
 from tests.tiers import sampled
 
 R, S = Replicate(), Shard
@@ -62,8 +61,10 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
     equal(w, new * 2, "from another layout")
     plain.qkv_proj.weight.set_data(new * 2)
     equal(net(distribute_tensor(x, mesh, {"dp": S(0)})), plain(x), "after set_data")
-    told = refusal(lambda: w.__setitem__(slice(20, 30), 0), OpRuleError)  # rows that no rank holds as a run
-    assert "f32[24+12+12@tp, 10]" in told
+    with counted() as count:
+        w[20:30] = 0  # rows of q and of k, which no rank holds as a run
+    assert not count and w.placements[-1] == FusedShard(0, (24, 12, 12)), count
+    equal(w, np.where((np.arange(48) // 10 == 2)[:, None], 0, new * 2), "rows")
     w.zero_()
     equal(w, np.zeros_like(one), "zeros")
 
@@ -127,6 +128,53 @@ def ops_on_a_fused_shard_equal_one_device(world):
             got = at(how)
             equal(got[0], want[0], f"{name} {how}")
             equal(got[1], want[1], f"{name} {how} gradient", rtol=1e-4)
+
+
+_ROWS = np.array([9, 0, -2, 4])
+WRITES = {
+    "rows": (lambda t, v: t.__setitem__(slice(3, 11), v), (8, 5)), "a part": (lambda t, v: t.__setitem__(slice(6, 8), v), (2, 5)),
+    "all": (lambda t, v: t.__setitem__(slice(None), v), (12, 5)), "one row for all": (lambda t, v: t.__setitem__(..., v), (5,)),
+    "columns": (lambda t, v: t.__setitem__((slice(None), slice(1, 4)), v), (12, 3)),
+    "a column": (lambda t, v: t.__setitem__((slice(None), 2), v), (12,)),
+    "every third": (lambda t, v: t.__setitem__(slice(1, None, 3), v), (4, 5)), "row": (lambda t, v: t.__setitem__(-5, v), (5,)),
+    "an element": (lambda t, v: t.__setitem__((7, 3), v), ()),
+    "listed": (lambda t, v: t.__setitem__(_ROWS.tolist(), v), (4, 5)),
+    "listed pairs": (lambda t, v: t.__setitem__((_ROWS.tolist(), [0, 1, 4, 4]), v), (4,)),
+    "put": (lambda t, v: mint.index_put(t, (Tensor(_ROWS),), v), (4, 5)),
+    "put and added": (lambda t, v: mint.index_put(t, (Tensor(_ROWS),), v, True), (4, 5)),
+    "added": (lambda t, v: mint.index_add(t, 0, Tensor(_ROWS % 12), v), (4, 5)),
+}
+
+
+@case(world_size=4)
+def writes_into_a_fused_shard_are_those_of_one_device(world):
+    """Each rank writes what it has of the rows, which are no run; of a value that is whole or cut as they are nothing moves."""
+    mesh, x = mesh_2d(), data(10, 12, 5)
+    for shift, (name, (write, shape)) in enumerate(WRITES.items()):
+        def scalar(t, v, write=write):
+            t = t * 1
+            made = write(t, v)
+            t = t if made is None else made
+            return (t * mint.sin(t)).sum()
+        values = Tensor(np.random.default_rng(shift).normal(size=shape).astype(np.float32))
+        each = mint.index_add if name == "added" else None
+        want = value_and_grad(scalar, (0, 1))(*(distribute_tensor(t, mesh) for t in (x, values)))
+        for how in sampled(([R, FusedShard(0, (6, 2, 4))], [S(1), FusedShard(0, (6, 2, 4))], [FusedShard(0, (8, 4))] * 2,
+                            [FusedShard(0, (5, 7)), R]), 4, shift):  # the last: 3 + 4 rows, 2 + 3
+            t, v = distribute_tensor(x, mesh, how), distribute_tensor(values, mesh)
+            with counted() as count:
+                write(t * 1, v)
+            assert not count or each, (name, how, count)
+            got = value_and_grad(scalar, (0, 1))(t, v)
+            equal(got[0], want[0], f"{name} {how}")
+            for what, a, b in zip(("target", "value"), got[1], want[1], strict=True):
+                equal(a, b, f"{name} {how} gradient of the {what}", rtol=1e-4)
+        if shape == (12, 5):  # a value that lies as the target does
+            t, v = (distribute_tensor(a, mesh, [R, FusedShard(0, (6, 2, 4))]) for a in (x, values))
+            with counted() as count:
+                t[:] = v
+            assert not count
+            equal(t, values.asnumpy(), name)
 
 
 @case(world_size=4)

@@ -182,7 +182,7 @@ def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
 def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {dim: 64, n_layers: 2, n_heads: 16, n_kv_heads: 8, ffn_dim: 168, vocab_size: 259}\n"
-                      f"train: {{batch: 4, seq: 32}}\n{section}\n")
+                      f"{'' if section.startswith('train') else 'train: {batch: 4, seq: 32}'}\n{section}\n")
     for command in (["memory", str(recipe)], ["doctor", str(recipe)]):
         assert cli.main(command) == 2 and said in capsys.readouterr().err
     recipe.write_text("model: null\ntrain: {batch: -4, seq: 32}\n")

@@ -121,6 +121,50 @@ def test_products_at_once_are_those_one_by_one_and_leave_held_ones_alone():
         ms.grad(lambda x: ms.grad(lambda x: at_once.products(x, weights[0]).sum())(x).sum())(x)
 
 
+def test_products_at_once_leave_cells_alone_that_are_hooked_or_replaced():
+    """A hook on a layer is called, and another cell in its place computes what it computes."""
+    import mindspore as ms
+    from mindspore import Tensor, nn
+
+    from model_zoo.llama.at_once import compile_products
+
+    cfg = MODELS["grouped-query"]
+    ids = Tensor(ids_of(cfg, 2, 5))
+
+    class Doubled(nn.Dense):
+        def construct(self, x):
+            return super().construct(x) * 2
+
+    def doubled(cell):
+        other = Doubled(cell.in_channels, cell.out_channels, has_bias=False)
+        other.weight = cell.weight
+        return other
+
+    def replaced(model):
+        model.layers[0].feed_forward.w3 = doubled(model.layers[0].feed_forward.w3)
+        model.layers[1].attention.wk = doubled(model.layers[1].attention.wk)
+
+    def hooked(model):
+        for cell in (model.layers[0].feed_forward.w2, model.layers[1].attention.wo, model.output):
+            cell.register_forward_hook(lambda cell, inputs, output: output * 3)
+
+    def constructed(model):
+        cell = model.layers[0].attention.wq
+        cell.construct = lambda x: x @ cell.weight.T * 2
+    for change in (replaced, hooked, constructed):
+        results = []
+        for compiled in (False, True):
+            model = build(cfg, 12)
+            if compiled:
+                compile_products(model)
+            change(model)
+            run = ms.value_and_grad(lambda x, m=model: (m(x) ** 2).mean(), None, model.trainable_params())
+            loss, grads = run(ids)
+            results.append([loss.asnumpy(), *(g.asnumpy() for g in grads)])
+        for one, other in zip(*results, strict=True):
+            assert np.allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(one).max()), change.__name__
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_at_once_sees_documents_and_windows(window):
     import mindspore as ms

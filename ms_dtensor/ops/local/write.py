@@ -17,30 +17,32 @@ from .dtypes import full
 from .lookup import host_values, masked
 
 
-def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, value_shape):
-    """`x` with the local part of `x[index] = value` done; see the rule of this name."""
+def write(x, value, bounds, drop, dims, indices, front, held, value_held, value_shape):
+    """`x` with the local part of `x[index] = value` done; see the rule of this name.
+
+    `held`: per dim, the runs of global rows that the shard is made of; `value_held` those of the value's.
+    """
     local = tuple(x._shape)
     tensor = isinstance(value, Tensor)
     strides = _strides(tuple(value._shape)) if tensor else ()
     wide = np.broadcast_shapes(*(tuple(i._shape) for i in indices)) if dims else ()
     region = labels(len(local), drop, dims, front, len(wide))
 
-    def step(r):  # how far one step along region dim r moves in the local value
+    def moved(r, k):  # where in the local value the places k along region dim r are
         v = r - len(region) + len(value_shape)
-        return (0, 0) if v < 0 or value_shape[v] == 1 else (strides[v], value_offset[v])
+        return np.zeros_like(k) if v < 0 or value_shape[v] == 1 else _local(k, value_held[v]) * strides[v]
     rest = [d for d in range(len(local)) if d not in dims]
     inside = np.ones((), bool)
     position = np.zeros((), np.int64)
     for d in rest:  # one axis after the other: which local rows the slice takes, and where in the value they come from
         lo, hi, st = bounds[d]
-        k, odd = np.divmod(np.arange(local[d]) + offset[d] - lo, st)
+        k, odd = np.divmod(_rows(held[d]) - lo, st)
         count = len(range(lo, hi, st))
-        stride, first = step(region.index(d)) if d in region else (0, 0)
         inside = inside[..., None] & ((odd == 0) & (k >= 0) & (k < count))
-        position = position[..., None] + (k - first) * stride
+        position = position[..., None] + (moved(region.index(d), k) if d in region else 0)
     table = np.where(inside, position, -1)
     if dims:
-        table = _at_indices(table, wide, region, step, [host_values(i) for i in indices], dims, bounds, offset, local)
+        table = _at_indices(table, wide, region, moved, [host_values(i) for i in indices], dims, bounds, held, local)
         order = [*dims, *rest]
         table = table.transpose([order.index(d) for d in range(len(local))])
     mask = Tensor(np.ascontiguousarray(np.broadcast_to(table >= 0, local)))
@@ -52,7 +54,7 @@ def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, va
     return _select(mask, new, x)
 
 
-def write_add(x, value, dims, indices, offset, value_offset, value_shape, shape, factor):
+def write_add(x, value, dims, indices, held, value_held, value_shape, shape, factor):
     """`x` with `factor` times the local part of `value` added at index tensors of neighbouring `dims`.
 
     What belongs to other shards is added to the first row as zeros, so that every rank runs the same ops.
@@ -66,11 +68,11 @@ def write_add(x, value, dims, indices, offset, value_offset, value_shape, shape,
         r = v - len(value_shape) + len(region)
         d = r if r < first else r - len(wide) - first + after if r >= first + len(wide) else None
         if n != 1:
-            at = np.arange(region[r]) + (0 if d is None else offset[d]) - value_offset[v]
-            position = position + (at * strides[v]).reshape(-1, *(1,) * (len(region) - r - 1))
+            at = np.arange(region[r]) if d is None else _rows(held[d])
+            position = position + (_local(at, value_held[v]) * strides[v]).reshape(-1, *(1,) * (len(region) - r - 1))
     flat, mine = np.zeros(wide, np.int64), np.ones(wide, bool)
     for ids, d in zip(map(host_values, indices), dims):
-        own, here = _own_rows(ids, d, shape[d], offset[d], local[d])
+        own, here = _own_rows(ids, d, shape[d], held[d])
         mine = mine & here
         flat = flat * local[d] + own
     rows = np.where(mine, flat, 0).reshape(-1, 1)
@@ -87,22 +89,35 @@ def write_add(x, value, dims, indices, offset, value_offset, value_shape, shape,
 
 def index_put(x, value, indices, attrs):
     """`IndexPut`, whose CPU kernel takes no value that broadcasts, nor one of several dims."""
-    whole, dims = (0,) * len(x._shape), tuple(range(len(indices)))
+    dims, (whole, all_of_it) = tuple(range(len(indices))), (tuple(((0, n),) for n in y._shape) for y in (x, value))
     if attrs.get("accumulate"):
-        return write_add(x, value, dims, indices, whole, (0,) * len(value._shape), value._shape, x._shape, 1)
-    return write(x, value, tuple((0, n, 1) for n in x._shape), (), dims, indices, False, whole, (0,) * len(value._shape),
+        return write_add(x, value, dims, indices, whole, all_of_it, value._shape, x._shape, 1)
+    return write(x, value, tuple((0, n, 1) for n in x._shape), (), dims, indices, False, whole, all_of_it,
                  tuple(value._shape))
 
 
 vars(index_put)["takes_attributes"] = True
 
 
-def _own_rows(ids, dim: int, n: int, offset: int, extent: int):
+def _rows(runs) -> np.ndarray:
+    """The global rows of a shard of these runs, in its order, which is theirs."""
+    return np.concatenate([np.arange(lo, hi) for lo, hi in runs])
+
+
+def _local(rows: np.ndarray, runs) -> np.ndarray:
+    """Where in a shard of these runs its global rows are; of others it says nothing."""
+    return rows - runs[0][0] if len(runs) == 1 else np.searchsorted(_rows(runs), rows)
+
+
+def _own_rows(ids, dim: int, n: int, runs):
     """Where in this shard the rows are that an index of `dim`, which has `n`, addresses; and which of them are here."""
     if ids.size and (ids.min() < -n or ids.max() >= n):
         raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
-    own = np.where(ids < 0, ids + n, ids) - offset
-    return own, (own >= 0) & (own < extent)
+    rows = np.where(ids < 0, ids + n, ids)
+    here = np.zeros(rows.shape, bool)
+    for lo, hi in runs:
+        here |= (rows >= lo) & (rows < hi)
+    return _local(rows, runs), here
 
 
 def _strides(shape):
@@ -113,17 +128,16 @@ def _strides(shape):
     return out[::-1]
 
 
-def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local):
+def _at_indices(table, wide, region, moved, indices, dims, bounds, held, local):
     """The table with index dims in front: rows that some index element addresses take that element's part of the value."""
     size = int(np.prod(wide, dtype=int))
     base = np.zeros(wide, np.int64)
     for j, n in enumerate(wide):
-        stride, first = step(region.index(("index", j)))
-        base = base + ((np.arange(n) - first) * stride).reshape(n, *(1,) * (len(wide) - j - 1))
+        base = base + moved(region.index(("index", j)), np.arange(n)).reshape(n, *(1,) * (len(wide) - j - 1))
     mine = np.ones(size, bool)
     at = []
     for ids, d in zip(indices, dims):
-        own, here = (np.broadcast_to(a, wide).reshape(-1) for a in _own_rows(ids, d, bounds[d][1], offset[d], local[d]))
+        own, here = (np.broadcast_to(a, wide).reshape(-1) for a in _own_rows(ids, d, bounds[d][1], held[d]))
         mine &= here
         at.append(own)
     out = np.full((*(local[d] for d in dims), *table.shape), -1, np.int64)

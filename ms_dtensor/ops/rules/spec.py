@@ -118,6 +118,10 @@ class Local:
         """Global index of operand i's first local element."""
         return self.ins[i].local_offset(self.coordinate)
 
+    def in_pieces(self, i: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per dim, the runs of global rows that operand i's shard is made of: one, but for a `FusedShard`."""
+        return self.ins[i].pieces(self.coordinate)
+
     def is_empty(self, coordinate: Sequence[int]) -> bool:
         """True where sharding left an operand without elements."""
         return any(prod(x.shape) and not prod(x.local_shape(coordinate)) for x in self.ins)
@@ -173,7 +177,8 @@ class OpSpec:
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
         by_data: the shapes depend on data, so operands must come whole: nothing is gathered, and no shape is remembered.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
-        any_rows: `local` does not ask which rows its shards are, so that they need be no run of rows (`FusedShard`).
+        any_rows: `local` does not ask which rows its shards are, or asks for all their runs (`in_pieces`), so that they need
+            be no run of rows (`FusedShard`).
         uncut: dims of operand 0 that are not gathered for the caller: a call with one of them cut is refused.
         shape_only: operands of which nothing but the global shape is read; a rank without elements of one has work to do.
     """

@@ -109,13 +109,13 @@ def write(call: Call) -> OpSpec:
         cases += [call.case({x.index: p, value.index: p}, p) for p in SUMS]
 
     def local(at: Local) -> LocalCall:
-        offset = at.in_offset(value.index) if tensor else ()
+        held = at.in_pieces(value.index) if tensor else ()
         if factor is not None:
-            return LocalCall("write_add", (x, value, tuple(dims), tuple(indices), at.in_offset(x.index), offset, value.shape,
+            return LocalCall("write_add", (x, value, tuple(dims), tuple(indices), at.in_pieces(x.index), held, value.shape,
                                            x.shape, factor))
         return LocalCall("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
-                                at.in_offset(x.index), offset, value.shape if tensor else ()))
-    return OpSpec((x.shape,), tuple(cases), local)
+                                at.in_pieces(x.index), held, value.shape if tensor else ()))
+    return OpSpec((x.shape,), tuple(cases), local, any_rows=True)
 
 
 def _at(call: Call, dims, indices, factor: float | None = None) -> OpSpec:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has hooked into a cell: what runs in a cell's place has to leave it alone then."""
+from __future__ import annotations
+
+from mindspore import nn
+
+_HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_hook", "_lazy_backward_hook")
+
+
+def is_hooked(cell: nn.Cell) -> bool:
+    """Whether somebody else than this library has a hook on a cell, or a `construct` of its own for this one.
+
+    Example:
+        >>> from mindspore import nn
+        >>> from ms_dtensor.internals.cells import is_hooked
+        >>> cell = nn.Dense(2, 2)
+        >>> before, _ = is_hooked(cell), cell.register_forward_hook(lambda cell, inputs, output: None)
+        >>> before, is_hooked(cell)
+        (False, True)
+    """
+    if "construct" in cell.__dict__:
+        return True
+    return any(not str(getattr(hook, "__module__", "")).startswith("ms_dtensor.")
+               for name in _HOOKS for hook in (getattr(cell, name, None) or {}).values())
