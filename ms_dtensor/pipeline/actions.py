@@ -149,6 +149,8 @@ class Actions:
     def load(cls, path: str | Path) -> Actions:
         """Reads a CSV file."""
         try:
+            if Path(path).exists() and not Path(path).is_file():  # one that blocks, or never ends
+                raise OSError("it is no regular file")
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"For 'Actions.load', '{path}' cannot be read.", str(error), "A schedule is a CSV file.",

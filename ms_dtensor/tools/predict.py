@@ -30,6 +30,8 @@ def read(path: Path) -> dict[str, Any]:
     """A configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
     file = path / "config.json" if path.is_dir() else path
     try:
+        if file.exists() and not file.is_file():  # one that blocks, or never ends
+            raise OSError("it is no regular file")
         text = file.read_text("utf-8")
         told = json.loads(text) if file.suffix == ".json" else plain_yaml(text)
     except (OSError, ValueError, RecursionError) as error:

@@ -107,7 +107,8 @@ def test_a_wrong_order_is_told_with_exit_code_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--check", "none.csv"], "cannot be read"), (["--schedule", "interleaved", "--pp", "4", "--micro", "6"], "do not fit"),
+    (["--check", "none.csv"], "cannot be read"), (["--check", "/dev/zero"], "no regular file"),
+    (["--schedule", "interleaved", "--pp", "4", "--micro", "6"], "do not fit"),
     (["--schedule", "gpipe", "--pp", "2", "--micro", "2", "--svg", "none/a.svg"], "cannot be written"),
     (["--schedule", "gpipe", "--pp", "2", "--micro", "2", "--costs", "F=0"], "costs are not"),
     (["--schedule", "1f1b", "--pp", "100000", "--micro", "100000"], "too large to look at")])

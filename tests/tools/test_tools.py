@@ -162,6 +162,8 @@ def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["memory", "nowhere.json", "--batch", "8", "--seq", "8"], "no configuration can be read"),
+    (["memory", "/dev/zero", "--batch", "8", "--seq", "8"], "no regular file"),
+    (["memory", "model_zoo/llama/configs/tiny.yaml", "--hardware", "/dev/zero"], "regular file"),
     (["memory", "setup.py", "--batch", "8", "--seq", "8"], "can be read|no mapping"),
     (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--dp", "3", "--batch", "8", "--seq", "8"], "--batch 12"),
     (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--tp", "12", "--batch", "8", "--seq", "8"], "--tp 8"),

@@ -134,10 +134,12 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           'hardware="910b", or the path of a file')
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
+        if file.exists() and not file.is_file():  # one that blocks, or never ends
+            raise OSError("it is no regular file")
         text = file.read_text("utf-8", "replace")
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise ConfigError(f"For 'hardware', there is no machine {str(machine)!r}.",
-                          f"{str(file)!r}: {getattr(error, 'strerror', error)}",
+                          f"{str(file)!r}: {getattr(error, 'strerror', None) or error}",
                           f"Known are {', '.join(known)}; others are files of yours.",
                           ["python -m ms_dtensor calibrate --hardware FILE measures this one",
                            f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
