@@ -28,7 +28,7 @@ def write(x, value, bounds, drop, dims, indices, front, held, value_held, value_
     wide = np.broadcast_shapes(*(tuple(i._shape) for i in indices)) if dims else ()
     region = labels(len(local), drop, dims, front, len(wide))
 
-    def moved(r, k):  # where in the local value the places k along region dim r are
+    def place(r, k):  # where in the local value the places k along region dim r are
         v = r - len(region) + len(value_shape)
         return np.zeros_like(k) if v < 0 or value_shape[v] == 1 else _local(k, value_held[v]) * strides[v]
     rest = [d for d in range(len(local)) if d not in dims]
@@ -39,10 +39,10 @@ def write(x, value, bounds, drop, dims, indices, front, held, value_held, value_
         k, odd = np.divmod(_rows(held[d]) - lo, st)
         count = len(range(lo, hi, st))
         inside = inside[..., None] & ((odd == 0) & (k >= 0) & (k < count))
-        position = position[..., None] + (moved(region.index(d), k) if d in region else 0)
+        position = position[..., None] + (place(region.index(d), k) if d in region else 0)
     table = np.where(inside, position, -1)
     if dims:
-        table = _at_indices(table, wide, region, moved, [host_values(i) for i in indices], dims, bounds, held, local)
+        table = _at_indices(table, wide, region, place, [host_values(i) for i in indices], dims, bounds, held, local)
         order = [*dims, *rest]
         table = table.transpose([order.index(d) for d in range(len(local))])
     mask = Tensor(np.ascontiguousarray(np.broadcast_to(table >= 0, local)))
@@ -128,12 +128,12 @@ def _strides(shape):
     return out[::-1]
 
 
-def _at_indices(table, wide, region, moved, indices, dims, bounds, held, local):
+def _at_indices(table, wide, region, place, indices, dims, bounds, held, local):
     """The table with index dims in front: rows that some index element addresses take that element's part of the value."""
     size = int(np.prod(wide, dtype=int))
     base = np.zeros(wide, np.int64)
     for j, n in enumerate(wide):
-        base = base + moved(region.index(("index", j)), np.arange(n)).reshape(n, *(1,) * (len(wide) - j - 1))
+        base = base + place(region.index(("index", j)), np.arange(n)).reshape(n, *(1,) * (len(wide) - j - 1))
     mine = np.ones(size, bool)
     at = []
     for ids, d in zip(indices, dims):
