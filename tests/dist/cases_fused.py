@@ -132,23 +132,21 @@ def ops_on_a_fused_shard_equal_one_device(world):
 
 _ROWS = np.array([9, 0, 10, 4])
 
-
-def _at(t):
-    return distribute_tensor(Tensor(_ROWS), t.device_mesh)
-
-
 WRITES = {
-    "rows": (lambda t, v: t.__setitem__(slice(3, 11), v), (8, 5)), "a part": (lambda t, v: t.__setitem__(slice(6, 8), v), (2, 5)),
-    "all": (lambda t, v: t.__setitem__(slice(None), v), (12, 5)), "one row for all": (lambda t, v: t.__setitem__(..., v), (5,)),
-    "columns": (lambda t, v: t.__setitem__((slice(None), slice(1, 4)), v), (12, 3)),
-    "a column": (lambda t, v: t.__setitem__((slice(None), 2), v), (12,)),
-    "every third": (lambda t, v: t.__setitem__(slice(1, None, 3), v), (4, 5)), "row": (lambda t, v: t.__setitem__(-5, v), (5,)),
-    "an element": (lambda t, v: t.__setitem__((7, 3), v), ()),
-    "listed": (lambda t, v: t.__setitem__(_ROWS.tolist(), v), (4, 5)),
-    "listed pairs": (lambda t, v: t.__setitem__((_ROWS.tolist(), [0, 1, 4, 4]), v), (4,)),
-    "put": (lambda t, v: t.index_put((_at(t),), v), (4, 5)),
-    "put and added": (lambda t, v: t.index_put((_at(t),), v, True), (4, 5)),
-    "added": (lambda t, v: t.index_add(0, _at(t), v), (4, 5)),
+    "rows": (lambda t, v, at: t.__setitem__(slice(3, 11), v), (8, 5)),
+    "a part": (lambda t, v, at: t.__setitem__(slice(6, 8), v), (2, 5)),
+    "all": (lambda t, v, at: t.__setitem__(slice(None), v), (12, 5)),
+    "one row for all": (lambda t, v, at: t.__setitem__(..., v), (5,)),
+    "columns": (lambda t, v, at: t.__setitem__((slice(None), slice(1, 4)), v), (12, 3)),
+    "a column": (lambda t, v, at: t.__setitem__((slice(None), 2), v), (12,)),
+    "every third": (lambda t, v, at: t.__setitem__(slice(1, None, 3), v), (4, 5)),
+    "row": (lambda t, v, at: t.__setitem__(-5, v), (5,)),
+    "an element": (lambda t, v, at: t.__setitem__((7, 3), v), ()),
+    "listed": (lambda t, v, at: t.__setitem__(_ROWS.tolist(), v), (4, 5)),
+    "listed pairs": (lambda t, v, at: t.__setitem__((_ROWS.tolist(), [0, 1, 4, 4]), v), (4,)),
+    "put": (lambda t, v, at: t.index_put((at,), v), (4, 5)),
+    "put and added": (lambda t, v, at: t.index_put((at,), v, True), (4, 5)),
+    "added": (lambda t, v, at: t.index_add(0, at, v), (4, 5)),
 }
 
 
@@ -156,10 +154,11 @@ WRITES = {
 def writes_into_a_fused_shard_are_those_of_one_device(world):
     """Each rank writes what it has of the rows, which are no run; of a value that is whole or cut as they are nothing moves."""
     mesh, x = mesh_2d(), data(10, 12, 5)
+    at = distribute_tensor(Tensor(_ROWS), mesh)
     for shift, (name, (write, shape)) in enumerate(WRITES.items()):
         def scalar(t, v, write=write):
             t = t * 1
-            made = write(t, v)
+            made = write(t, v, at)
             t = t if made is None else made
             return (t * mint.sin(t)).sum()
         values = Tensor(np.random.default_rng(shift).normal(size=shape).astype(np.float32))
@@ -168,7 +167,7 @@ def writes_into_a_fused_shard_are_those_of_one_device(world):
                             [FusedShard(0, (5, 7)), R]), 4, shift):  # the last: 3 + 4 rows, 2 + 3
             t, v = distribute_tensor(x, mesh, how), distribute_tensor(values, mesh)
             with counted() as count:
-                write(t * 1, v)
+                write(t * 1, v, at)
             assert not count, (name, how, count)
             got = value_and_grad(scalar, (0, 1))(t, v)
             equal(got[0], want[0], f"{name} {how}")
