@@ -14,7 +14,7 @@ def is_hooked(cell: nn.Cell) -> bool:
         >>> from mindspore import nn
         >>> from ms_dtensor.internals.cells import is_hooked
         >>> cell = nn.Dense(2, 2)
-        >>> before, _ = is_hooked(cell), cell.register_forward_hook(lambda cell, inputs, output: None)
+        >>> before, _ = is_hooked(cell), cell.register_forward_hook(print)
         >>> before, is_hooked(cell)
         (False, True)
     """
