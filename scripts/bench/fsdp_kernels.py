@@ -9,6 +9,8 @@ and v are one, w1 and w3 another, cut by parts. They run forward and backward as
 emulator adds the copies that it makes in NumPy in a kernel's place. What a block more costs, less what it costs on one rank
 that has the parameters whole and in the dtype of the computation, is what `fully_shard` asks; collectives are named apart.
 Each sort of kernel is counted by itself: fewer of one make up for none of another. `mfu.py` prices what is counted here.
+That a copy of MindSpore's is several kernels of CANN, where it casts, or where what it reads or writes is strided, is
+counted beside, by CANN's public sources.
 """
 from __future__ import annotations
 
@@ -77,10 +79,11 @@ def by_parts(p: Parameter) -> md.FusedShard | None:
     return next((md.FusedShard(0, parts) for parts in PARTS.values() if p.shape == (sum(parts), DIM)), None)
 
 
-def kernels(step: Callable[[], object], device) -> Counter:
-    """Those of one call, by name."""
+def kernels(step: Callable[[], object], device) -> tuple[Counter, Counter]:
+    """Those of one call, by name, as MindSpore calls them and as CANN launches them."""
     with tempfile.TemporaryDirectory() as folder:
         device.counts.clear()
+        device.cann.clear()
         with profile(activities=[ProfilerActivity.CPU], on_trace_ready=tensorboard_trace_handler(folder)) as seen:
             step()
             ms.runtime.synchronize()
@@ -89,11 +92,12 @@ def kernels(step: Callable[[], object], device) -> Counter:
         with file.open() as lines:
             found = Counter({row["op_type"]: int(row["type_occurrences"]) for row in csv.DictReader(lines)})
     del found["InplaceCopy"]  # the emulator's, beside what it wrote in NumPy
-    return found + Counter(copy=device.counts["written"])
+    return found + Counter(copy=device.counts["written"]), found + device.cann
 
 
-def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool, reshard: bool = True) -> tuple[Counter, Counter]:
-    """Kernels and collectives of a step of so many blocks, after a first one; `reshard`: after the forward."""
+def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool, reshard: bool = True) -> tuple[Counter, ...]:
+    """Kernels, as MindSpore calls them and as CANN launches them, and collectives of a step of so many blocks, after a
+    first one; `reshard`: after the forward."""
     with comm.fake_world(ranks, 0), rehearsed(clock=False) as device:
         mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
         kind = ms.float32 if policy is None else policy.param_dtype
@@ -110,25 +114,23 @@ def asked(ranks: int, policy, blocks: int, fsdp: bool, joined: bool, reshard: bo
         step(x)
         with comm.record() as events:
             step(x)
-        return kernels(lambda: step(x), device), Counter(f"{e.op} {e.phase}" for e in events)
+        return *kernels(lambda: step(x), device), Counter(f"{e.op} {e.phase}" for e in events)
 
 
 @cache
-def whole(policy, joined: bool) -> Counter:
+def whole(policy, joined: bool) -> list[Counter]:
     """What the block itself asks."""
-    two, one = (asked(1, policy, blocks, False, joined)[0] for blocks in (2, 1))
-    two.subtract(one)
-    return two
+    return [b - a for a, b in zip(*(asked(1, policy, blocks, False, joined)[:2] for blocks in (1, 2)))]
 
 
 def of_a_block(ranks: int, policy, joined: bool, reshard: bool = True) -> dict:
     """What `fully_shard` asks for one block."""
-    (one, few), (two, more) = (asked(ranks, policy, blocks, True, joined, reshard) for blocks in (1, 2))
-    two.subtract(one)
-    two.subtract(whole(policy, joined))
-    added = {name: n for name, n in sorted(two.items()) if n > 0}
+    (*one, few), (*two, more) = (asked(ranks, policy, blocks, True, joined, reshard) for blocks in (1, 2))
+    added, by_cann = ({name: n for name in sorted(b) if (n := b[name] - a[name] - w[name]) > 0}
+                      for a, b, w in zip(one, two, whole(policy, joined)))
     total, parameters = sum(added.values()), len(JOINED) + 2 if joined else WEIGHTS
-    return {"ranks": ranks, "kernels": added, "per_weight": round(total / WEIGHTS, 2), "parameters": parameters,
+    return {"ranks": ranks, "kernels": added, "by_cann": by_cann, "total": total, "total_by_cann": sum(by_cann.values()),
+            "per_weight": round(total / WEIGHTS, 2), "parameters": parameters,
             "per_parameter": round(total / parameters, 2), "collectives": dict(sorted((more - few).items()))}
 
 

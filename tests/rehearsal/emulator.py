@@ -119,6 +119,7 @@ class Device:
         syncs: lines of host synchronisations.
         uploads: lines that make tensors of host values.
         resized: bytes that a storage had after each `resize_` that changed them.
+        cann: kernels that CANN would launch for copies, and before it joins, by name (`cann.py`).
         times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 
@@ -129,6 +130,7 @@ class Device:
         self.flying: dict[str, list[Task]] = {}
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
+        self.cann: Counter = Counter()
         self.within = False  # an op that is counted
         self.syncs: list[str] = []
         self.uploads: list[str] = []

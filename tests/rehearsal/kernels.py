@@ -20,13 +20,15 @@ from mindspore import Tensor, mint
 
 from ms_dtensor.comm import packing
 from ms_dtensor.internals.names import executor, recording
-from tests.rehearsal.emulator import _data_ptr, memory
+from tests.rehearsal.cann import before_joining, copied
+from tests.rehearsal.emulator import _data_ptr, _stride, memory
 
 IN_PLACE = ("add_", "sub_", "mul_", "div_")
 SYNCS = ("asnumpy", "numpy", "item", "tolist", "data_ptr", "assign_value", "__float__", "__int__", "__bool__", "__index__",
          "__array__")
 # lines that only run because the kernels, or the wires, are the CPU's
 EXEMPT = ("/tests/rehearsal/", "/comm/shm/", "/comm/fake.py", "/dispatch/inplace.py", "_cpu.py")
+_storage = Tensor.untyped_storage  # a rehearsal counts who resizes it
 PACKS = ("/comm/packing.py", "/comm/device.py", "/comm/hccl.py", "/comm/nccl.py")
 
 
@@ -57,8 +59,15 @@ class _Mint:
                 kernel = _data_ptr(out) != _data_ptr(args[0]) and math.prod(out._shape) > 1
             if kernel:
                 launched(self._device, out)
+            if name == "cat":
+                self._device.cann.update(before_joining([_view(x) for x in args[0]]))
             return out
         return counted
+
+
+def _view(x: Tensor) -> tuple:
+    """Its shape, strides, offset, and how many elements its storage has."""
+    return x._shape, _stride(x), x.storage_offset(), _storage(x).nbytes() // Tensor.itemsize.__get__(x)
 
 
 def launched(device, out) -> None:
@@ -76,6 +85,7 @@ def _written(original, name, device):
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
             device.counts["written"] += 1
+            device.cann.update(copied(self._shape, _stride(self), _view(args[0]), args[0].dtype != self.dtype))
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):
                 launched(device, self)
         else:

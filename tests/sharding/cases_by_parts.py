@@ -28,6 +28,7 @@ from ms_dtensor.errors import LayoutError
 from ms_dtensor.optim import clip_grad_norm_
 from tests.cases import case
 from tests.dist.support import array, counted, equal, refusal
+from tests.rehearsal.session import rehearsed
 from tests.sharding.support import collected, data_mesh, filled, none_of, own_rows
 from tests.tiers import sampled
 
@@ -176,6 +177,23 @@ def each_way_to_use_them_is_as_with_single_device(world):
                         "sums in 32": lambda: in_16_bits(MixedPrecisionPolicy(ms.bfloat16, ms.float32), 0.02, 1)}.items():
         collected(faults, what, check)
     none_of(faults)
+
+
+@case(world_size=2)
+def devices_join_and_cast_gradients_to_the_bits_of_a_host(world):
+    """A host casts each to its place; a device joins them before, where the dtype of sums is another, or casts the sums."""
+    x = rows(FEW)
+    for policy in (MixedPrecisionPolicy(ms.bfloat16, ms.float32), MixedPrecisionPolicy(ms.bfloat16)):
+        for place in (by_parts, None):
+            def stepped(mesh, policy=policy, place=place):
+                net = net_of(FEW)
+                for cell in (*net, net):
+                    fully_shard(cell, mesh=mesh, shard_placement_fn=place, mp_policy=policy)
+                return [array(g).tobytes() for g in step_of(net)(own_rows(mesh, x))[1]]
+            want = stepped(data_mesh(world))
+            with rehearsed(clock=False):
+                got = stepped(init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",)))
+            assert got == want, (policy, place, [a == b for a, b in zip(got, want, strict=True)])
 
 
 @case(world_size=4, timeout=120)

@@ -43,6 +43,7 @@ class Held:
         arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
         classes_cut: whether ranks share the classes of the logits, and the loss is `loss_parallel`.
+        alike: whether a unit's gradients come in one dtype, so that a device casts them together; norms' not, if over tp.
     """
 
     parameters: float
@@ -65,6 +66,7 @@ class Held:
     arrives: int
     offloaded: bool = False
     classes_cut: bool = False
+    alike: bool = False
 
 
 def moments(h: Held) -> dict[str, dict[str, float]]:
@@ -104,12 +106,14 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
         return made | {"the backward ends": {
             **state, "gradients, float32": given + owed * whole + whole + MASTER * h.ends / 2}}
     each = MASTER * owed  # what is owed of a unit goes when it is reduced
+    # those of 16 bits lie beside each other once more as they came, for the moment in which they are cast all at once
+    beside = MASTER + (h.arrives if h.alike and h.arrives < MASTER else 0)
     return made | {
         "the last block": {**in_block, **working,
                            "gradients, float32": given + own + of_head + block + each * (h.block + h.ends)},
         # where blocks run again, what is gathered goes with the graph; of float32 each unit's result lies beside its shards
         "the backward ends": {**state, name: (h.sharded == "fsdp" and h.recompute) * (gathered + at_once),
-                              "gradients, float32": given + own + (h.arrives + MASTER + each) * h.ends
+                              "gradients, float32": given + own + (h.arrives + beside + each) * h.ends
                               + (b == MASTER) * own}}
 
 

@@ -177,5 +177,5 @@ def memory(model: Transformer, plan: Plan, parts: list[Part], itemsize: int, mac
         tokens * model.vocab / plan.tp, 2 * itemsize * tokens * model.dim,
         max(itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), rows), itemsize, plan.sharded, whole,
         min(2, plan.micro_batches - 1), plan.dp * plan.cp > 1,
-        4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1)
+        4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1, alike=plan.tp == 1)
     return peak(held_at_once) | {"communication buffers": communicators(plan) * machine.communicator}

@@ -99,16 +99,23 @@ class Block:
                              for i, x in shards.items()], 1, dtype)
 
     def _rows(self, wholes: dict[int, Any], first: int, stop: int, dtype) -> Tensor:
-        """The rows of ranks [first, stop) of whole parameters, given by their numbers."""
-        dry, total, columns = executing(), sum(self.widths[i] for i in wholes), list[_Column]()
+        """The rows of ranks [first, stop) of whole parameters, given by their numbers.
+
+        On a device those of one dtype are joined in that, and cast all at once: CANN casts into memory of its own what it
+        then writes into a row, so a column by itself takes two kernels, and as much memory for that moment.
+        """
+        dry, total = executing(), sum(self.widths[i] for i in wholes)
+        given = list(dict.fromkeys(x.dtype for x in wholes.values() if x is not None))
+        kind = given[0] if self._ops is TensorOps and len(given) == 1 else dtype
         if dry is not None:
-            return dry.ledger.new(((stop - first) * total,), dtype, "buffers")
-        rows = [shape[0] for shape in self.parts.shapes]
+            joined = dry.ledger.new(((stop - first) * total,), kind, "buffers")
+            return joined if kind == dtype else dry.ledger.new(((stop - first) * total,), dtype, "buffers")
+        columns, rows = list[_Column](), [shape[0] for shape in self.parts.shapes]
         for i, whole in wholes.items():
             alike = [list(some) for _, some in itertools.groupby(self._numbers[i], self.parts.kind)]
             for some, x in zip(alike, self._split(whole, [sum(rows[j] for j in some) for some in alike])):
-                columns += self._columns(some, x, first, stop, total, dtype)
-        return self._packed(columns, stop - first, dtype)
+                columns += self._columns(some, x, first, stop, total, kind)
+        return self._ops.tensor(self._ops.cast(self._ops.of(self._packed(columns, stop - first, kind)), dtype))
 
     def _columns(self, some: list[int], x: Any, first: int, stop: int, total: int, dtype) -> list[_Column]:
         """Of tensors that lie alike and one behind another, as one view; as one column, if that is to be written alone."""
