@@ -17,6 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from .. import comm
 from ..comm.pretended import executing
+from ..comm.record import annotate, note
 from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
@@ -148,7 +149,7 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
     if deferred_init.is_deferred(tensor):
         return wrap(deferred_init.materialise(tensor, layout, src_data_rank), layout)
     with NoFallbackGuard():
-        local = _cut(_source_data(tensor, mesh, src_data_rank), layout)
+        local = _cut(_source_data(tensor, layout, src_data_rank), layout)
     return wrap(local, layout)
 
 
@@ -158,12 +159,14 @@ def empty_shard(layout: Layout) -> Tensor:
         return ms.mint.empty(layout.local_shape(), dtype=getattr(ms, layout.dtype))
 
 
-def _source_data(tensor, mesh: DeviceMesh, src_data_rank: int | None):
+def _source_data(tensor, layout: Layout, src_data_rank: int | None):
+    mesh = layout.mesh
     # One broadcast of the whole tensor: a scatter would send less, but needs one round per axis; see the planner issue.
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return tensor
     group = mesh.get_group()
-    return group.broadcast(local_alias(tensor).contiguous(), group.ranks[src_data_rank])
+    with annotate(of=f"{note().of} {layout.describe()}".strip()):  # which ranks compare: each cuts by its own
+        return group.broadcast(local_alias(tensor).contiguous(), group.ranks[src_data_rank])
 
 
 def _cut(tensor, layout: Layout):

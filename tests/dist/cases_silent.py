@@ -294,6 +294,17 @@ def local_tensors_of_uneven_shards(world):
 
 
 @case(world_size=4)
+def layouts_that_differ(world):
+    """Peer: each rank cuts by its own, and rows are taken together that are none of one tensor's."""
+    mesh, odd = mesh_1d(), world.rank == 2
+    for one, other in ((S(0), S(1)), (md.FusedShard(0, (8, 8)), md.FusedShard(0, (4, 12))), (S(0), md.FusedShard(0, (8, 8)))):
+        how = other if odd else one
+        refusal(lambda: distribute_tensor(data(8, 16, 16), mesh, [how]), CollectiveMismatch)
+        refusal(lambda: md.fully_shard(nn.Dense(16, 16, has_bias=False), mesh=mesh, shard_placement_fn=lambda p: how),
+                CollectiveMismatch)
+
+
+@case(world_size=4)
 def replicas_that_differ(world):
     """Peer: accepted; `full_tensor()` then differs from rank to rank."""
     mesh = mesh_2d()
