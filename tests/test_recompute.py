@@ -264,6 +264,40 @@ def test_what_is_put_into_an_attribute_is_told_once():
         check(net, plain)
 
 
+def test_what_an_argument_was_moved_from_goes():
+    """A move's result remembers it. A first block's input, which waits for the backward, held an embedding of all tokens."""
+    seen = []
+
+    def whole() -> int:
+        gc.collect()
+        return sum(issubclass(type(y), Tensor) and y.shape == (14, 6) for y in gc.get_objects())
+
+    with md.comm.fake_world(2):
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        block = md.checkpoint_wrapper(md.distribute_module(Net(), mesh))
+
+        def loss(x):
+            x = x.sum(0).redistribute(placements=[md.Shard(0)])
+            out = block(x)
+            del x
+            seen.append(whole())
+            return out.sum()
+        md.value_and_grad(loss)(md.DTensor.from_local(Tensor(np.ones((2, 14, 6), np.float32)), mesh, [md.Partial()]))
+    assert seen == [1], "the block's argument, by its whole shape"
+
+
+def test_a_distributed_argument_that_is_written():
+    net = md.checkpoint_wrapper(md.distribute_module(Net(), one_rank()))
+
+    def loss(x):
+        x = x * 1.5
+        out = net(x)
+        x.copy_(x * 3)
+        return (out ** 2).mean()
+    with pytest.raises(OpRuleError, match="an argument of Net was written to since it ran"):
+        md.value_and_grad(loss)(md.distribute_tensor(Tensor(ROWS), one_rank(), [md.Shard(0)]))
+
+
 def test_an_argument_that_is_written():
     class Writing(Net):
         def construct(self, x):

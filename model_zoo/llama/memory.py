@@ -236,8 +236,8 @@ def held(cfg: Config, share: Share) -> Held:
         parameters, s.own(share) if p.fsdp or p.zero1 else parameters, others, s.block_parameters, share.layers,
         share.blocks, saved_by_block(cfg, wide), s.own_tokens * m.dim * wide,
         sum(choose(cfg).bytes.values()) if t.recompute else 0, share.heads * s.tokens * vocab,
-        2 * share.heads * s.tokens * m.dim * wide, max(s.tokens * max(m.dim, 2 * s.ffn) * wide, rows), wide,
-        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, min(2, t.micro_batches - 1), p.dp * p.cp > 1,
+        share.heads * (s.own_tokens + s.tokens) * m.dim * wide, max(s.tokens * max(m.dim, 2 * s.ffn) * wide, rows), wide,
+        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches - 1, p.dp * p.cp > 1,
         4 if p.cp > 1 or p.ep > 1 else wide,  # of units over several axes each gradient is one in float32
         cfg.optim.offload, p.loss_parallel and p.tp > 1, p.tp == 1)
 

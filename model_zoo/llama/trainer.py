@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import add
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -216,17 +215,23 @@ class Trainer:
             if self.mixed:
                 self.loads = self._told_by_last_stage()
             return loss, grads
-        loss, grads, loads = None, (), None
+        loss, grads, loads = None, [], None
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
-            loss, grads, loads = (one, mine, load) if loss is None else (
-                loss + one, tuple(map(add, grads, mine)), loads + load)
+            loss, loads = (one, load) if loss is None else (loss + one, loads + load)
+            if i == 1:
+                grads = list(mine)
+            else:
+                for k, grad in enumerate(mine):  # one after the other, so that each sum takes the place of the last
+                    grads[k] = grads[k] + grad
+                del grad
+            del mine  # the next micro-batch has none beside the sum
         if self.mixed:  # one all-reduce for all layers
             self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)
-        return loss, grads
+        return loss, tuple(grads)
 
     def read(self, x: Tensor) -> np.ndarray:
         """The values of a plain tensor; a dry run, which has none, says others."""

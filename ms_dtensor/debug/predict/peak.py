@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of one rank at the peak of a training step, by formula: the one that `memory`, `suggest`, and the recipe use.
 
-A step needs most at one of four moments, and what is there at one is mostly gone at the next: when the loss is taken, all
+A step needs most at one of five moments, and what is there at one is mostly gone at the next: when the loss is taken, all
 saved results and the logits are there, and no gradient of this micro-batch; when the backward begins, the first gradients
-come beside all that is saved; in the last block most gradients are there, and one block's results; at the end all
-gradients are there, and are packed and reduced, and nothing is saved. A sum of all of these is up to half too much. What a
-kernel takes beside is not known. `tests/zoo/test_llama_memory.py` compares with dry runs, and these were compared with what
-ranks really take. Pure arithmetic.
+come beside all that is saved; in the last block most gradients are there, and one block's results, also where what is owed
+of micro-batches waits whole, for one after this; at the end all gradients are there, and are packed and reduced, and nothing
+is saved. A sum of all of these is up to half too much. What a kernel takes beside is not known. Pure arithmetic.
+`tests/zoo/test_llama_memory.py` compares with dry runs, and these were compared with what ranks really take.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Held:
         itemsize: bytes of what is computed with.
         sharded: what data parallelism cuts.
         recompute: whether blocks run again in the backward.
-        before: micro-batches before whose gradients are there, 2 at most: the sum of all, and what the last one gave.
+        before: micro-batches before the last one; of their gradients there is a sum.
         owed: whether these wait whole, beside, to be reduced with the last one's: of several ranks of data parallelism.
         arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
@@ -78,23 +78,23 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     saved = {"saved by blocks": 0.0 if h.recompute else h.waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     own = MASTER * h.own if cut else whole
-    given, owed = h.before * own, h.owed and h.before > 0
+    given, owed = (h.before > 0) * own, h.owed and h.before > 0
     if h.sharded == "fsdp":
         gathered, at_once = b * h.ends, b * h.block
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
         blocks = h.block * (min(1.0, h.layers) if h.recompute and h.sharded == "none" else h.layers)
         gathered, at_once = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0
-    read, name = "what the embedding and the norm made", "gathered parameters" if cut else "their copies in 16 bits"
+    read, name = "what the norm and the head have read", "gathered parameters" if cut else "their copies in 16 bits"
     # float32: with cut classes logits less the greatest, their exponentials, and the gradients of both, beside the logits'
     # own; with whole ones the exponentials and a gradient, beside the logits and theirs
     loss = b + 4 * 4 if h.classes_cut else 2 * b + 2 * 4
-    # Of a block either what its backward works with is there, or its gradients beside each other; what was gathered for
-    # running it again is there as it came, too.
-    joined, of_head = MASTER * cut * h.block, h.arrives * h.ends / 2
+    # Of a block either what its backward works with is there, or its gradients beside each other; of several the next one's
+    # parameters come while it runs again.
+    joined, of_head = MASTER * cut * h.block, h.arrives * h.ends / 2 * (h.logits > 0)
     working = {"saved by blocks": one, "temporaries": 2 * h.largest}
     working, reduced = (working, 0.0) if sum(working.values()) > joined else ({}, joined)
     block = (h.arrives if cut else MASTER) * h.block + reduced
-    in_block = {**state, name: gathered + at_once * (1 + h.recompute), read: h.read / 2}
+    in_block = {**state, name: gathered + at_once * (1 + (h.recompute and h.layers > 1))}
     others = saved if h.recompute else saved | {"saved by blocks": saved["saved by blocks"] - one}
     made = {
         "the loss": {**state, name: gathered + at_once, "gradients, float32": given + owed * whole, **saved,
@@ -108,6 +108,12 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     each = MASTER * owed  # what is owed of a unit goes when it is reduced
     # those of 16 bits lie beside each other once more as they came, for the moment in which they are cast all at once
     beside = MASTER + (h.arrives if h.alike and h.arrives < MASTER else 0)
+    if owed and h.before > 1:  # shards of zeros are handed out meanwhile
+        rest = {"inputs of recomputed blocks" if h.recompute else "saved by blocks": max(0.0, h.waiting - h.layers) * (
+            h.inputs if h.recompute else h.saved)}
+        made["the last block, reduced later"] = {
+            **in_block, **rest, **{what: size + rest.get(what, 0.0) for what, size in working.items()},
+            "gradients, float32": given + own + whole + of_head}
     return made | {
         "the last block": {**in_block, **working,
                            "gradients, float32": given + own + of_head + block + each * (h.block + h.ends)},

@@ -174,8 +174,8 @@ def memory(model: Transformer, plan: Plan, parts: list[Part], itemsize: int, mac
     held_at_once = Held(
         own, own if plan.sharded == "none" else cut, parameters_of_ends(model, plan), block_weights, blocks,
         blocks * held(plan), sum(part.saved for part in parts) if whole else saved(parts, plan), between, 0.0,
-        tokens * model.vocab / plan.tp, 2 * itemsize * tokens * model.dim,
+        tokens * model.vocab / plan.tp, itemsize * tokens * model.dim + between,
         max(itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), rows), itemsize, plan.sharded, whole,
-        min(2, plan.micro_batches - 1), plan.dp * plan.cp > 1,
+        plan.micro_batches - 1, plan.dp * plan.cp > 1,
         4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1, alike=plan.tp == 1)
     return peak(held_at_once) | {"communication buffers": communicators(plan) * machine.communicator}

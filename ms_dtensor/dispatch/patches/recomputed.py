@@ -117,7 +117,8 @@ class _Forward:
     """One recorded forward of a cell, and its second run."""
 
     def __init__(self, run: Callable, cell: nn.Cell | None, keeps, context, args: tuple, kwargs: dict):
-        self.run, self.cell, self.keeps, self.context, self.given = run, cell, keeps, context, (args, kwargs)
+        self.run, self.cell, self.keeps, self.context = run, cell, keeps, context
+        self.given = map_leaves(_without_memo, (args, kwargs), Tensor)
         self.cells = [] if cell is None else [c for _, c in cell.cells_and_names()]
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
@@ -162,7 +163,7 @@ class _Forward:
             _, recorded = next(noted)
             if x._requires_grad != recorded and x.is_floating_point():
                 return leaf_of(x, recorded)
-            return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
+            return _without_memo(x)
         args, kwargs = map_leaves(reader, self.given, Tensor)
         return self.run(*args, **kwargs)
 
@@ -365,6 +366,11 @@ def _written(trained: list[tuple]) -> list[int]:
 
 def _is_dtensor(x: Tensor) -> bool:
     return getattr(x, "_layout", None) is not None
+
+
+def _without_memo(x: Tensor) -> Tensor:
+    """The same; but what a DTensor was moved from, as its memo has it, would live as long as this."""
+    return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
 
 
 def _copy(x: Tensor) -> Tensor:
