@@ -30,6 +30,7 @@ from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
+from ms_dtensor.parallel.sharding.reduce import held_back
 from ms_dtensor.pipeline import (
     PerMicrobatch,
     Schedule,
@@ -215,23 +216,20 @@ class Trainer:
             if self.mixed:
                 self.loads = self._told_by_last_stage()
             return loss, grads
-        loss, grads, loads = None, [], None
+        loss, loads, grads = None, None, dict[int, Tensor]()
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
             loss, loads = (one, load) if loss is None else (loss + one, loads + load)
-            if i == 1:
-                grads = list(mine)
-            else:
-                for k, grad in enumerate(mine):  # one after the other, so that each sum takes the place of the last
-                    grads[k] = grads[k] + grad
-                del grad
-            del mine  # the next micro-batch has none beside the sum
+            for k, (p, grad) in enumerate(zip(self.params, mine, strict=True)):
+                if not held_back(p):  # else zeros: the last micro-batch's gradient has all
+                    grads[k] = grads[k] + grad if k in grads else grad
+            del mine, grad  # the next micro-batch has none beside the sums
         if self.mixed:  # one all-reduce for all layers
             self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)
-        return loss, tuple(grads)
+        return loss, tuple(grads[k] for k in range(len(self.params)))
 
     def read(self, x: Tensor) -> np.ndarray:
         """The values of a plain tensor; a dry run, which has none, says others."""

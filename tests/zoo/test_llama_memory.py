@@ -211,8 +211,9 @@ def test_the_librarys_command_has_the_same(file, tmp_path):
         lacking = predict.not_told(predict.read(told))
         one = predict.judged(sizes, args, load_hardware("910b"))[0]
         want = sum(memory.per_rank(cfg).values())
-        if not lacking:  # of a pipeline it takes the stage that could have most; experts' lists over cp are uneven
-            apart = 0.08 if cfg.parallel.pp > 1 else 0.025 if cfg.model.experts else 0.002
+        if not lacking:  # experts' lists over cp are uneven; of a pipeline it takes a stage that has what any could have:
+            # the first one's micro-batches on their way, and the last one's logits
+            apart = 0.11 if cfg.parallel.pp > 1 else 0.025 if cfg.model.experts else 0.002
             assert abs(one.bytes - want) <= apart * want, (options, one.memory, memory.per_rank(cfg))
         assert set(lacking) <= {"train.recompute_gib", "model.latent", "model.experts.shared", "model.experts.dense_layers",
                                 "parallel.ulysses"}

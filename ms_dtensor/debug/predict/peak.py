@@ -38,7 +38,7 @@ class Held:
         itemsize: bytes of what is computed with.
         sharded: what data parallelism cuts.
         recompute: whether blocks run again in the backward.
-        before: micro-batches before the last one; of their gradients there is a sum.
+        before: micro-batches before the last one, of whose gradients there is a sum.
         owed: whether these wait whole, beside, to be reduced with the last one's: of several ranks of data parallelism.
         arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
@@ -78,7 +78,8 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     saved = {"saved by blocks": 0.0 if h.recompute else h.waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     own = MASTER * h.own if cut else whole
-    given, owed = (h.before > 0) * own, h.owed and h.before > 0
+    owed = h.owed and h.before > 0
+    given = (h.before > 0 and not owed) * own  # what is owed is handed out as zeros, which nobody adds up
     if h.sharded == "fsdp":
         gathered, at_once = b * h.ends, b * h.block
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
