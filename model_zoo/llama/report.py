@@ -16,7 +16,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -29,7 +29,9 @@ from ms_dtensor.tools.screen import Screen
 from .config import Config
 from .flops import flops_per_token
 from .loads import Loads
-from .trainer import StepResult
+
+if TYPE_CHECKING:  # it imports MindSpore, and folders are looked at before that starts
+    from .trainer import StepResult
 
 GIB = 2**30
 

@@ -165,7 +165,8 @@ def _source_data(tensor, layout: Layout, src_data_rank: int | None):
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return tensor
     group = mesh.get_group()
-    with annotate(of=f"{note().of} {layout.describe()}".strip()):  # which ranks compare: each cuts by its own
+    name = tensor.name if isinstance(tensor, Parameter) else ""
+    with annotate(of=" ".join(filter(None, (note().of, name, layout.describe())))):  # which ranks compare: each cuts its own
         return group.broadcast(local_alias(tensor).contiguous(), group.ranks[src_data_rank])
 
 

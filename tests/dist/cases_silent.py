@@ -305,6 +305,14 @@ def layouts_that_differ(world):
 
 
 @case(world_size=4)
+def cells_laid_out_in_another_order(world):
+    """Equal shapes, so nothing else tells that one rank's second cell would get the first values of the other's first."""
+    for apply in (lambda c: md.fully_shard(c, mesh=mesh_1d()), lambda c: md.replicate(c, mesh=mesh_1d())):
+        cells = nn.CellList([nn.Dense(16, 16, has_bias=False) for _ in range(2)])
+        refusal(lambda: apply(cells[world.rank == 2]), CollectiveMismatch)
+
+
+@case(world_size=4)
 def replicas_that_differ(world):
     """Peer: accepted; `full_tensor()` then differs from rank to rank."""
     mesh = mesh_2d()
