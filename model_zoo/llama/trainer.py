@@ -30,7 +30,7 @@ from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
-from ms_dtensor.parallel.sharding.reduce import held_back
+from ms_dtensor.parallel.sharding.call import held_back, units_of
 from ms_dtensor.pipeline import (
     PerMicrobatch,
     Schedule,
@@ -220,11 +220,12 @@ class Trainer:
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None and token_axes(self.mesh).size() > 1:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.count)
+            late = held_back(units_of(self.model))
             one, mine = self.value_and_grad(*part)
             one, load = one if self.mixed else (one, 0)
             loss, loads = (one, load) if loss is None else (loss + one, loads + load)
             for k, (p, grad) in enumerate(zip(self.params, mine, strict=True)):
-                if not held_back(p):  # else zeros: the last micro-batch's gradient has all
+                if id(p) not in late:  # else zeros: the last micro-batch's gradient has all
                     grads[k] = grads[k] + grad if k in grads else grad
             del mine, grad  # the next micro-batch has none beside the sums
         if self.mixed:  # one all-reduce for all layers

@@ -13,7 +13,7 @@ from ..core.mesh import DeviceMesh
 from ..dispatch.held import holding
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import ConfigError
-from ..parallel.sharding.call import cells_in, units_of
+from ..parallel.sharding.call import cells_in, held_back, units_of
 
 if TYPE_CHECKING:
     from .split import Tie
@@ -49,6 +49,7 @@ class PipelineStage:
             raise ConfigError(f"For 'PipelineStage', stage {stage_index} of {num_stages} is none.", type(module).__name__,
                               "A stage is a cell, and stages count from 0.", "stage_index from 0 to num_stages - 1")
         self.module, self.stage_index, self.num_stages, self.mesh, self.ties = module, stage_index, num_stages, mesh, ties
+        self.held_back = set[int]()  # ids of parameters whose gradients the next backward hands out as zeros
 
     @property
     def is_first(self) -> bool:
@@ -97,5 +98,7 @@ class PipelineStage:
 
         One rank with all data has nothing to wait for.
         """
-        for unit in units_of(self.module):
+        units = units_of(self.module)
+        for unit in units:
             unit.reduction.sync = now or unit.mesh.size() == 1
+        self.held_back = held_back(units)

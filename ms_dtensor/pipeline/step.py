@@ -29,7 +29,6 @@ from ..dispatch.recording import HeldRecording, Recording
 from ..errors import PeerLost, ScheduleError
 from ..internals.target import on_cpu
 from ..parallel.sharding.call import units_of
-from ..parallel.sharding.reduce import held_back
 from ..tensor.dtensor import DTensor
 from .actions import Action, Actions, Overlap, Result, computing
 from .draw import draw
@@ -174,7 +173,7 @@ class Step:
             else:
                 dx, grads = made.backward(cotangents, params)
         for p, g in zip(params, grads):
-            if held_back(p):  # zeros: the last micro-batch's gradient has all
+            if id(p) in stage.held_back:  # zeros: the last micro-batch's gradient has all
                 continue
             self.sums[id(p)] = added(self.sums[id(p)], g) if id(p) in self.sums else g
         if action.kind != "W" and not stage.is_first:

@@ -305,6 +305,24 @@ def zeros_of_gradients_held_back_are_not_added_up(world):
             right(kind(stages, 4, loss_fn), want, way, t, args=(x,))
 
 
+@case(4, timeout=180)
+def tied_over_two_stages_of_one_rank_beside_data_ranks(world):
+    """Each stage has a unit of its own for the same parameter, and one holds it back while the other does not."""
+    mesh, faults = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), []
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+    for way, name in sampled(itertools.product(("fully_shard", "replicate", "blocks"), VEES), 2):  # each way at push
+        def steps(way=way, name=name):
+            net = filled(Net(tied=True))
+            want, stages = one_device(net, False), pipeline(net, mesh["pp"], n_stages=4, style="v")
+            for stage in stages:
+                WAYS[way](stage.module, mesh)
+            schedule = KINDS[name][0](stages, 4, loss_fn)
+            for step in range(2):
+                right(schedule, want, f"{way}, {name}, step {step}", t, args=(x,))
+        collected(faults, f"{way}, {name}", steps)
+    none_of(faults)
+
+
 class Scaled(nn.Cell):
     """What is done between cells: nothing, a scale behind the first, a residual around the second, a shift at the end."""
 

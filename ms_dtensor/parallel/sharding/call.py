@@ -72,6 +72,14 @@ def units_of(*cells: nn.Cell) -> list[Unit]:
     return list({c.__dict__[UNIT]: None for cell in cells for c in cells_in(cell) if UNIT in c.__dict__})
 
 
+def held_back(units: list[Unit]) -> set[int]:
+    """Ids of parameters as whose gradients backwards of these units hand out zeros, and owe them.
+
+    Not a question to the parameter: it may lie in several stages of one rank, each with a unit of its own.
+    """
+    return {key for unit in units if not unit.reduction.sync for key in unit.reduction.params}
+
+
 class Call:
     """One run of a unit's cell, or of its cells one after another; a recorded one has a backward, too."""
 

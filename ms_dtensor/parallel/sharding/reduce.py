@@ -381,12 +381,6 @@ class Reduction:
             held[1].clear()
 
 
-def held_back(param) -> bool:
-    """Whether backwards hand out zeros as its gradient, and owe it."""
-    reduction = param.__dict__.get(REDUCED_BY)
-    return reduction is not None and not reduction.sync
-
-
 def _when_it_comes(param, method: Callable) -> None:
     """Gives the method the parameter's id and its gradient; holds neither, as a hook lives as long as its tensor."""
     key, told = id(param), weakly(method)
