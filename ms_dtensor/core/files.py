@@ -54,6 +54,23 @@ def own_file(path: str, flags: int, mode: int = 0o666) -> int:
     return fd
 
 
+def regular(path: Path) -> Path:
+    """The same path, of a file to be read: not of a pipe or a device, which may block, or never end.
+
+    Raises:
+        OSError: something else is there.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from ms_dtensor.core.files import regular
+        >>> regular(Path("no-such-file")), regular(Path(__file__)) == Path(__file__)
+        (PosixPath('no-such-file'), True)
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is no regular file")
+    return path
+
+
 def ours(found: os.stat_result, path: str) -> bool:
     """Whether this user made it; root's own belong to somebody else on a network disk, as the folder there does."""
     me = os.geteuid()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.files import regular
 from ..errors import ScheduleError
 
 Result = tuple[str, int, int]  # what an action makes: ("F" activation | "B" gradient of its input | "W", stage, microbatch)
@@ -149,9 +150,7 @@ class Actions:
     def load(cls, path: str | Path) -> Actions:
         """Reads a CSV file."""
         try:
-            if Path(path).exists() and not Path(path).is_file():  # one that blocks, or never ends
-                raise OSError("it is no regular file")
-            text = Path(path).read_text("utf-8")
+            text = regular(Path(path)).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"For 'Actions.load', '{path}' cannot be read.", str(error), "A schedule is a CSV file.",
                                 "python -m ms_dtensor pipeline --schedule 1f1b --pp 2 --micro 4 --csv FILE") from None

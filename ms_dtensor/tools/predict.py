@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..core.files import regular
 from ..core.plain_yaml import plain_yaml
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
 from ..debug.predict.search import GIB, keys, transformer
@@ -30,9 +31,7 @@ def read(path: Path) -> dict[str, Any]:
     """A configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        if file.exists() and not file.is_file():  # one that blocks, or never ends
-            raise OSError("it is no regular file")
-        text = file.read_text("utf-8")
+        text = regular(file).read_text("utf-8")
         told = json.loads(text) if file.suffix == ".json" else plain_yaml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"For '{path}', no configuration can be read.", str(error)[:200],

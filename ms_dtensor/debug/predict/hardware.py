@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from ...core.files import regular
 from ...core.plain_yaml import plain_yaml
 from ...errors import ConfigError
 
@@ -134,9 +135,7 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           'hardware="910b", or the path of a file')
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
-        if file.exists() and not file.is_file():  # one that blocks, or never ends
-            raise OSError("it is no regular file")
-        text = file.read_text("utf-8", "replace")
+        raw = regular(file).read_bytes()
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise ConfigError(f"For 'hardware', there is no machine {str(machine)!r}.",
                           f"{str(file)!r}: {getattr(error, 'strerror', None) or error}",
@@ -144,7 +143,7 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           ["python -m ms_dtensor calibrate --hardware FILE measures this one",
                            f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
     try:
-        told = plain_yaml(text)
+        told = plain_yaml(raw.decode("utf-8"))
     except ValueError as error:
         raise ConfigError(f"For 'hardware', '{file}' is no YAML.", str(error)[:200], "A machine is one YAML file.",
                           f"write it as {MACHINES / 'a100.yaml'} is") from None

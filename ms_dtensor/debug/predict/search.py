@@ -52,13 +52,13 @@ class Suggestion:
         lines = [f"{self.tried} plans on {best.plan.world} ranks of {self.hardware.name}, {len(self.plans)} fit; the first:"]
         for i, one in enumerate(self.plans[:5]):
             rate = self.tokens / one.seconds / one.plan.world
-            lines.append(f"  {i + 1}. {told(one.seconds)} a step, {rate:8,.0f} tokens/s a rank, "
+            lines.append(f"  {i + 1}. {duration(one.seconds)} a step, {rate:8,.0f} tokens/s a rank, "
                          f"{one.bytes / GIB:5.1f} GiB  {keys(one.plan)}")
             if i:
                 lines.append(f"     {one.seconds / best.seconds - 1:.1%} slower: {lost(one, best)}")
         if self.too_large is not None:
             over = self.too_large
-            lines.append(f"  not ranked: {told(over.seconds).strip()} a step, but {over.bytes / GIB:.1f} GiB of "
+            lines.append(f"  not ranked: {duration(over.seconds).strip()} a step, but {over.bytes / GIB:.1f} GiB of "
                          f"{self.hardware.capacity / GIB:.0f}: {keys(over.plan)}")
         return "\n".join([*lines, f"by the figures of {self.hardware.name}: {self.hardware.source}"])
 
@@ -198,7 +198,7 @@ def _simpler(plan: Plan) -> tuple[int, ...]:
             ("none", "zero1", "fsdp").index(plan.sharded))
 
 
-def told(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A time of nine digits, and its unit."""
     return f"{seconds:9.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:8.3f} ms"
 
