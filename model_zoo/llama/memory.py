@@ -239,7 +239,7 @@ def held(cfg: Config, share: Share) -> Held:
         share.heads * (s.own_tokens + s.tokens) * m.dim * wide, max(s.tokens * max(m.dim, 2 * s.ffn) * wide, rows), wide,
         "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches - 1, p.dp * p.cp > 1,
         4 if p.cp > 1 or p.ep > 1 else wide,  # of units over several axes each gradient is one in float32
-        cfg.optim.offload, p.loss_parallel and p.tp > 1, p.tp == 1)
+        cfg.optim.offload, p.loss_parallel and p.tp > 1, p.tp == 1, p.pp > 1)
 
 
 def of_share(cfg: Config, share: Share) -> dict[str, int]:

@@ -17,8 +17,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
 from ..comm.pretended import executing
+from ..dispatch.memo import memo_of
 from ..internals.target import on_cpu
-from ._storage import CHUNK, local_array, local_view
+from ._storage import CHUNK, layout_of, local_array, local_view
 
 Array = Any  # np.ndarray or mindspore.Tensor
 
@@ -73,6 +74,7 @@ def write(target: Array, value: Array) -> None:
         target[...] = value
     elif not on_cpu():
         target.copy_(value.astype(target.dtype))
+        _stepped(target)
     else:
         view = local_view(target)
         if view is not None:
@@ -80,6 +82,12 @@ def write(target: Array, value: Array) -> None:
         else:
             dtype = local_array(target).dtype
             ops.assign(target, Tensor(np.ascontiguousarray(value.astype(dtype)).reshape(target._shape)))
+
+
+def _stepped(x: Tensor) -> None:
+    """What is kept of a parameter's values for the backward is of others now (`parallel/sharding/block.py`)."""
+    if layout_of(x) is not None:
+        memo_of(x).stepped += 1
 
 
 def chunks(first: Array, *others: Array | None) -> Iterator[tuple]:
@@ -111,6 +119,7 @@ def opened(param, master: Array | None) -> Iterator[Array]:
     if master is None:
         if not on_cpu():
             yield param
+            _stepped(param)
             return
         view = local_view(param)
         array = (local_array(param).copy() if view is None else view).reshape(param._shape)

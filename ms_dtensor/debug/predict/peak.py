@@ -43,6 +43,8 @@ class Held:
         arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
         classes_cut: whether ranks share the classes of the logits, and the loss is `loss_parallel`.
+        recorded: whether a backward comes later than in the call of a gradient: in a pipeline. Else a device keeps what a
+            rank gave to a unit's gathering, its shards in 16 bits, till the backward gives them again.
         alike: whether a unit's gradients come in one dtype, so that a device casts them together; norms' not, if over tp.
     """
 
@@ -67,6 +69,7 @@ class Held:
     offloaded: bool = False
     classes_cut: bool = False
     alike: bool = False
+    recorded: bool = False
 
 
 def moments(h: Held) -> dict[str, dict[str, float]]:
@@ -97,6 +100,9 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     block = (h.arrives if cut else MASTER) * h.block + reduced
     in_block = {**state, name: gathered + at_once * (1 + (h.recompute and h.layers > 1))}
     others = saved if h.recompute else saved | {"saved by blocks": saved["saved by blocks"] - one}
+    if h.sharded == "fsdp" and b < MASTER and not h.recorded:
+        rows = {"shards in 16 bits": b * (h.own - h.ends * h.own / h.parameters)}
+        saved, others = saved | rows, others | rows
     made = {
         "the loss": {**state, name: gathered + at_once, "gradients, float32": given + owed * whole, **saved,
                      read: h.read, "logits and loss": h.logits * loss},

@@ -177,5 +177,6 @@ def memory(model: Transformer, plan: Plan, parts: list[Part], itemsize: int, mac
         tokens * model.vocab / plan.tp, itemsize * tokens * model.dim + between,
         max(itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), rows), itemsize, plan.sharded, whole,
         plan.micro_batches - 1, plan.dp * plan.cp > 1,
-        4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1, alike=plan.tp == 1)
+        4 if plan.cp > 1 or plan.ep > 1 else itemsize, classes_cut=plan.tp > 1, alike=plan.tp == 1,
+        recorded=plan.pp > 1)
     return peak(held_at_once) | {"communication buffers": communicators(plan) * machine.communicator}

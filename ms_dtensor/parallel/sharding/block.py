@@ -70,6 +70,7 @@ class Block:
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
+        self._own: tuple[list, Tensor] | None = None  # this rank's row, as a forward has packed it, and `_writes` then
         self._work: Work | None = None
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
 
@@ -243,14 +244,38 @@ class Block:
                 return
             group, given = self.near, self.part
             if given is None:
-                group, given = self.group, self.row(dict(enumerate(own)), self.dtype)
+                group, given = self.group, self._packed_by_forward() if phase == "backward" else None
+                if given is None:
+                    given = self.row(dict(enumerate(own)), self.dtype)
+                self._own = (self._writes(), given) if phase == "forward" and self._casts_on_device() else None
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
-    def finish(self, room: Room | None = None) -> None:
-        """The memory holds the whole parameters; on a device in this room, or in any."""
+    def _casts_on_device(self) -> bool:
+        """Whether to pack again for the backward would be two kernels more than to keep the row, and not one: that is worth
+        its memory."""
+        return not on_cpu() and self.near is None and any(p.dtype != self.dtype for p in self.params)
+
+    def _packed_by_forward(self) -> Tensor | None:
+        """This rank's row, if it is kept and nobody has written a shard since."""
+        return self._own[1] if self._own is not None and self._own[0] == self._writes() else None
+
+    def _writes(self) -> list[tuple[int, int, int]]:
+        """How often each shard was written: as a DTensor, by an optimizer, as a local tensor."""
+        return [(0, 0, p._version) if (memo := p._memo) is None else (memo.written, memo.stepped, p._version)
+                for p in self.params]
+
+    def forget_row(self) -> None:
+        """The backward packs anew."""
+        self._own = None
+
+    def finish(self, room: Room | None = None, keep_row: bool = False) -> None:
+        """The memory holds the whole parameters; on a device in this room, or in any. `keep_row`: for a backward to come, which
+        gathers it again."""
         work: Any = self._work
         gathered, self._work, self.part = work.wait(), None, None
+        if not keep_row:
+            self.forget_row()
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
@@ -330,6 +355,7 @@ class Block:
     def give_up(self) -> None:
         """A gathering that is under way will not end."""
         self._work = None
+        self.forget_row()
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
@@ -342,6 +368,7 @@ class Block:
 
     def write_own(self, i: int) -> None:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
+        self.forget_row()
         with NoFallbackGuard():
             for mine in self._mine(i):
                 write(local_alias(self.params[i]), mine)

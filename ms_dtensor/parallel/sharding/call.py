@@ -106,6 +106,12 @@ class Call:
         return self.recorded and p.requires_grad and (self.sought is None or id(p) in self.sought)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the backward follows within the same call of a gradient: between a recording, or `vjp`, and its backward
+        anybody may write what nobody sees."""
+        return self.recorded and self.sought is not None
+
+    @property
     def stands(self) -> bool:
         """Whether other tensors stand in the place of parameters."""
         return bool(self.unit.standing)
@@ -135,9 +141,10 @@ class Call:
             other.begin()
         if self.recorded:
             in_this_gradient.update(units)
+        gives_back = unit.reshards and len(units) < 2 and not again
         if not self.ran:
             when = self._note_order(around[0] if around else self, again)
-            unit.unshard("backward" if again else "forward", when)
+            unit.unshard("backward" if again else "forward", when, keep_row=self.goes_on and gives_back)
             ahead = [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ()
             for other in () if again else ahead:
                 other.prefetch("forward", when)
@@ -160,8 +167,7 @@ class Call:
             return
         self._lend(self.stand_ins)
         self.stand_ins = {}  # they know the call, in memory that Python does not see
-        wanted = unit.reshards and len(units) < 2 and not again and not unit.entered
-        if not self.recorded or wanted:
+        if not self.recorded or gives_back and not unit.entered:
             unit.reshard(keep_part=self.recorded)
 
     def _slots_in(self, cell: nn.Cell) -> list:

@@ -162,6 +162,7 @@ class Unit:
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
         self.end_backward()
+        self._forget_rows()
         self.reduction.abandon()
 
     def give_up(self) -> None:
@@ -194,8 +195,9 @@ class Unit:
             self.log("prefetch", phase)
             self._start(phase, f"ahead{when}", ahead=True)
 
-    def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = ()) -> None:
-        """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms."""
+    def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = (), keep_row: bool = False) -> None:
+        """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms.
+        `keep_row`: what this rank gives to the gathering stays, for the backward's."""
         if self.state is not State.SHARDED and self._gathered != self._written():  # by a forward, after it was read
             self.reshard(forced=True)
         if not self.blocks:
@@ -210,7 +212,7 @@ class Unit:
             if self.state is State.SHARDED:
                 self._start(phase, when, ahead=False)
             for block, room in pairs:
-                block.finish(room)
+                block.finish(room, keep_row)
         self.state = State.WHOLE
 
     def rooms(self) -> tuple[Room, ...]:
@@ -242,7 +244,9 @@ class Unit:
         self.state, self._gathered = State.GATHERING, written
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
-        """Gives the memory back, unless the user keeps it; `keep_part`: but for what neighbours gather again."""
+        """Gives the memory back, unless the user keeps it; `keep_part`: but for what the backward gathers again."""
+        if not (keep_part and self.state is State.WHOLE):
+            self._forget_rows()
         if not self.blocks or self.kept_by_user and not forced:
             return
         if self.state is not State.SHARDED:
@@ -253,6 +257,10 @@ class Unit:
             else:
                 block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
         self.state = State.SHARDED
+
+    def _forget_rows(self) -> None:
+        for block in self.blocks:
+            block.forget_row()
 
     def begin(self) -> None:
         """A forward of the outermost cell begins: whatever has written the shards meanwhile, they are gathered anew."""
