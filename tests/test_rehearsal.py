@@ -59,19 +59,17 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
 @pytest.mark.parametrize("blocks, parameters", [("single", 9), ("joined", 6)])
 def test_fully_shard_asks_for_two_kernels_a_weight_at_most_on_any_number_of_ranks(blocks, parameters):
     """All that run are counted, those of autograd too, as MindSpore's profiler sees them, and as CANN launches them: of a
-    copy as many as it has to cast and to order. In float32 two a parameter, too, where three of the weights are one, and
-    two others."""
+    copy as many as it has to cast and to order. Two a parameter, too, where three of the weights are one, and two others."""
     done = subprocess.run([sys.executable, ROOT / "scripts/bench/fsdp_kernels.py", "--blocks", blocks], capture_output=True,
                           text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index('{\n "weights"'):])["steps"]
-    assert found[f"{blocks}, float32"][0]["per_parameter"] <= 2, found
     for name, steps in found.items():
         assert [step["ranks"] for step in steps] == [8, 64, 128]
         assert all(step["kernels"] == steps[0]["kernels"] for step in steps), (name, steps)
         assert all(step["by_cann"] == steps[0]["by_cann"] for step in steps), (name, steps)
-        assert 0 < steps[0]["total"] <= 14 and steps[0]["total_by_cann"] <= 16 < 2 * 9, (name, steps)
-        assert steps[0]["parameters"] == parameters, steps
+        assert 0 < steps[0]["total"] <= 12 and steps[0]["total_by_cann"] <= 14 < 2 * 9, (name, steps)
+        assert steps[0]["parameters"] == parameters and steps[0]["per_parameter"] <= 2, steps
         for step in steps:
             assert step["collectives"] == {"all_gather backward": 1, "all_gather forward": 1, "reduce_scatter backward": 1}
 

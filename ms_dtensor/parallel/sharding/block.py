@@ -270,8 +270,10 @@ class Block:
         self._own = None
 
     def finish(self, room: Room | None = None, keep_row: bool = False) -> None:
-        """The memory holds the whole parameters; on a device in this room, or in any. `keep_row`: for a backward to come, which
-        gathers it again."""
+        """The memory holds the whole parameters; on a device in this room, or in any.
+
+        `keep_row`: for a backward to come, which gathers it again.
+        """
         work: Any = self._work
         gathered, self._work, self.part = work.wait(), None, None
         if not keep_row:
