@@ -22,7 +22,7 @@ class Memo:
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
     written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too
-    stepped: int = 0  # of a Parameter: how often an optimizer, or what is kept of one, has written it on a device
+    stepped: int = 0  # of a Parameter: how often an optimizer has written it, of which `written` does not tell
     versioned: int = 0  # of these writes, those that MindSpore refuses between a use and its backward
     stood_for: Any = None  # of a Parameter in whose place another tensor stands: is called when the Parameter is written
     lent: Any = None  # (the call for which its memory is filled, whose place it is in), while that may go (`sharding/`)
@@ -41,6 +41,11 @@ def wrote(x, versioned: bool = False) -> None:
     memo.versioned += versioned
     if memo.stood_for is not None:
         memo.stood_for()
+
+
+def stepped(x) -> None:
+    """An optimizer has written a DTensor: what is kept of its values for a backward is of others."""
+    memo_of(x).stepped += 1
 
 
 def memo_of(x) -> Memo:

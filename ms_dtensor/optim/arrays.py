@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
 from ..comm.pretended import executing
-from ..dispatch.memo import memo_of
+from ..dispatch.memo import stepped
 from ..internals.target import on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
@@ -74,7 +74,8 @@ def write(target: Array, value: Array) -> None:
         target[...] = value
     elif not on_cpu():
         target.copy_(value.astype(target.dtype))
-        _stepped(target)
+        if layout_of(target) is not None:
+            stepped(target)
     else:
         view = local_view(target)
         if view is not None:
@@ -82,12 +83,6 @@ def write(target: Array, value: Array) -> None:
         else:
             dtype = local_array(target).dtype
             ops.assign(target, Tensor(np.ascontiguousarray(value.astype(dtype)).reshape(target._shape)))
-
-
-def _stepped(x: Tensor) -> None:
-    """What is kept of a parameter's values for the backward is of others now (`parallel/sharding/block.py`)."""
-    if layout_of(x) is not None:
-        memo_of(x).stepped += 1
 
 
 def chunks(first: Array, *others: Array | None) -> Iterator[tuple]:
@@ -119,7 +114,8 @@ def opened(param, master: Array | None) -> Iterator[Array]:
     if master is None:
         if not on_cpu():
             yield param
-            _stepped(param)
+            if layout_of(param) is not None:
+                stepped(param)
             return
         view = local_view(param)
         array = (local_array(param).copy() if view is None else view).reshape(param._shape)

@@ -15,6 +15,7 @@ EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
 SUMS = "tests/sharding/cases_sums.py"
+KEPT_ROWS = "tests/sharding/cases_kept_rows.py"
 ROOMS, IN_ROOMS = "ms_dtensor/parallel/sharding/rooms.py", "tests/sharding/cases_rooms.py"
 RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/cases_grid.py"
 OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts", "tests/experts"
@@ -95,6 +96,12 @@ FAULTS = [
           "(self.widths[i], n) if n is not None else (self.widths[i], None, i)", "(self.widths[i], n, i)"),
     Fault("parts are written rank by rank", "ms_dtensor/parallel/sharding/block.py", f"{SUMS} -k packed_together",
           "(k, n, x.shape[0] // (k * n), *x.shape[1:])), 1, first, stop)", "(n, k, x.shape[0] // (k * n), *x.shape[1:])), 0, first, stop)"),
+    Fault("a row outlives a write", "ms_dtensor/parallel/sharding/block.py", f"{KEPT_ROWS} -k written",
+          " and self._own[0] == self._writes() else None", " else None"),
+    Fault("a row outlives an optimizer's step", "ms_dtensor/dispatch/memo.py", f"{KEPT_ROWS} -k written",
+          "    memo_of(x).stepped += 1\n", "    pass\n"),
+    Fault("a recording keeps rows", "ms_dtensor/parallel/sharding/call.py", f"{KEPT_ROWS} -k alone",
+          "self.recorded and self.sought is not None", "self.recorded"),
     # -- and more ------------------------------------------------------------------------------------------------------------
     Fault("a share of a mean is over the world", DEVICE, f"{BRANCH} -k mean_is_over", "            wire = self.ops.scaled(wire, 1 / n)\n",
           "            wire = self.ops.scaled(wire, 1 / self.size)\n"),

@@ -10,6 +10,7 @@ Others' optimizers run uncompiled, too: what their updates depend on is not know
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import mindspore as ms
 import numpy as np
@@ -23,6 +24,7 @@ from ...errors import DTensorError, OpRuleError
 from ...internals.names import jit_api, jit_trace, pijit_context
 from ...internals.probes import PYNATIVE, in_graph_mode
 from .. import classes, modes, policy
+from ..memo import stepped
 from ..operands import local_alias, redistribute
 from .undo import Patched
 
@@ -294,10 +296,11 @@ def _call_optimizer(original):
                               "Its kernels write into a shard's memory, and a dry run has none.",
                               "ms_dtensor.optim.AdamW or SGD in its place")
         ours = len(_dtensors(list(self.parameters))) if _is_others(self) else 0
-        if not ours or len(_dtensors(args)) < ours:
-            return original(self, *args, **kwargs)
-        with modes.Constants():
-            return original(self, *args, **kwargs)
+        with modes.Constants() if ours and len(_dtensors(args)) >= ours else nullcontext():
+            out = original(self, *args, **kwargs)
+        for p in _dtensors(list(self.parameters)):
+            stepped(p)
+        return out
     return call
 
 
