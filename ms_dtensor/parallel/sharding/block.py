@@ -6,6 +6,7 @@ gradients where they lie. Else pieces are packed: each rank's are a row, in whic
 place, so that one strided copy takes a parameter out of the gathered rows, however many ranks there are (one copy more of a
 parameter that they do not divide). One that is cut by parts (`FusedShard`) is several tensors here, one behind another, each
 cut by itself. Tensors whose pieces are equally large lie side by side, of whichever parameters, and are taken out together.
+A row that was cast for the forward's gathering is kept for the backward's, unless a shard is written between.
 
 Where the memory is and how it comes and goes say `memory.py`, of hosts, and `rooms.py`, of devices.
 """
@@ -252,8 +253,7 @@ class Block:
             self._work = given if later else Work(given)
 
     def _casts_on_device(self) -> bool:
-        """Whether to pack again for the backward would be two kernels more than to keep the row, and not one: that is worth
-        its memory."""
+        """Whether to pack again, for the backward, is a cast beside a join: two kernels are worth a row's memory, one is not."""
         return not on_cpu() and self.near is None and any(p.dtype != self.dtype for p in self.params)
 
     def _packed_by_forward(self) -> Tensor | None:
