@@ -253,7 +253,7 @@ class Block:
             self._work = given if later else Work(given)
 
     def _casts_on_device(self) -> bool:
-        """Whether to pack again, for the backward, is a cast beside a join: two kernels are worth a row's memory, one is not."""
+        """Whether to pack again takes a cast beside a join: two kernels are worth a row's memory, one is not."""
         return not on_cpu() and self.near is None and any(p.dtype != self.dtype for p in self.params)
 
     def _packed_by_forward(self) -> Tensor | None:
