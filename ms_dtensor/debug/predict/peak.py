@@ -43,9 +43,9 @@ class Held:
         arrives: bytes of an element of a whole gradient, before it is reduced.
         offloaded: whether moments are in the host's memory, but for two places of each shape.
         classes_cut: whether ranks share the classes of the logits, and the loss is `loss_parallel`.
+        alike: whether a unit's gradients come in one dtype, so that a device casts them together; norms' not, if over tp.
         recorded: whether a backward comes later than in the call of a gradient: in a pipeline. Else a device keeps what a
             rank gave to a unit's gathering, its shards in 16 bits, till the backward gives them again.
-        alike: whether a unit's gradients come in one dtype, so that a device casts them together; norms' not, if over tp.
     """
 
     parameters: float
@@ -139,6 +139,6 @@ def peak(h: Held) -> dict[str, float]:
         ...                kept=0, logits=4096 * 128256, read=67e6, largest=0.2e9, itemsize=2, sharded="fsdp",
         ...                recompute=False, before=0, owed=False, arrives=2)
         >>> f"{sum(peak(eight_b).values()) / 1e9:.1f} GB"
-        '40.0 GB'
+        '41.8 GB'
     """
     return max(moments(h).values(), key=lambda rows: sum(rows.values()))
