@@ -277,10 +277,10 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two local tensors, in the dtype of the first."""
+    """The sum of two local gradients, in the dtype of the first."""
     dry = executing()
     if dry is not None:
-        return dry.like(a)
+        return dry.sum(a, b)
     return a + (b if b.dtype == a.dtype else b.astype(a.dtype))
 
 

@@ -17,7 +17,8 @@ class DryEvent:
     """One thing that a rank does.
 
     Attributes:
-        op: canonical name of the op ("matmul", "softmax"), or of the collective ("all_gather", "exchange").
+        op: canonical name of the op ("matmul", "softmax"), or of the collective ("all_gather", "exchange"). Of what
+            MindSpore does by itself: "copy_of_view", which a kernel reads, and "accumulate", a sum of two gradients.
         stream: "compute", or the axes of a move joined by "," ("tp", "dp,cp"). Events of one stream run one after another,
             in the order of the list.
         after: places in the list of events of other streams that must have ended before this one begins; sorted.
@@ -26,6 +27,7 @@ class DryEvent:
         written: bytes of its results; 0 of a view.
         bytes: of a move: what this rank gives to other ranks under the usual ring algorithm, as in `CommEvent`.
         payload: of a move: bytes of the tensor that this rank passes in.
+        mapped: of a move: bytes of memory that a host puts under the addresses of its result first, where these stay.
         axes: of a move: the mesh axes it runs over; empty if it is over none.
         ranks: of a move: how many take part. 0 of work.
         stride: of a move: the distance between neighbours in its group, in global ranks: a group of 8 with stride 1 lies on
@@ -53,6 +55,7 @@ class DryEvent:
     written: int = 0
     bytes: int = 0
     payload: int = 0
+    mapped: int = 0
     axes: tuple[str, ...] = ()
     ranks: int = 0
     stride: int = 0

@@ -21,13 +21,14 @@ from typing import Any
 
 from .host import host_seconds
 
-PRODUCTS = ((2048, 1, 512), (2048, 64, 96), (384, 640, 512), (768, 640, 1536), (1024, 768, 3072))  # rows, inner, columns
+# Rows, inner, columns; between two sizes the share of the smaller one counts, so they are not far apart.
+PRODUCTS = ((2048, 1, 512), (2048, 64, 96), (384, 320, 512), (384, 640, 512), (768, 640, 1536), (1024, 768, 3072))
 # of a device, in bfloat16: a block of the 8B and parts of it
 DEVICE_PRODUCTS = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 1792), (8192, 4096, 4096), (8192, 4096, 14336))
 VECTORS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # elements of float32
 REPEATS, MOST, ROUNDS = 12, 200, 3  # calls of a round at least and at most, rounds
 WHILE = 0.05  # seconds of a round, if that is not more than the most calls: some slices of the scheduler's
-CACHED = 64 << 20  # bytes: of so many other operands none is still in a cache
+CACHED = 64 << 20  # bytes: of so many other operands, or results, none is still in a cache
 LARGE, SMALL = 16 << 20, 16 << 10  # bytes of a collective
 
 
@@ -40,13 +41,20 @@ class Stopwatch:
     def __init__(self, device: str, agree: Callable[[float], float]):
         self.device, self.agree = device, agree
 
-    def of(self, call: Callable[..., Any], make: Callable[[], Sequence[Any]], kept: int = REPEATS) -> float:
-        """A call, each time with other operands than the time before; so many results are kept, in memory used before."""
+    def of(self, call: Callable[..., Any], make: Callable[[], Sequence[Any]], kept: int | None = None) -> float:
+        """A call, each time with other operands than the time before, whose result goes where the ones before do not lie.
+
+        So many results are kept, else as many as no cache has, up to `MOST`; in memory used before.
+        """
         first = make()
         count = min(REPEATS, CACHED // max(1, sum(getattr(x, "nbytes", 0) for x in first)) + 2)
         operands = [first, *(make() for _ in range(count - 1))]
-        self._round(call, operands, REPEATS, kept)
-        calls = max(REPEATS, min(MOST, int(WHILE / self._round(call, operands, REPEATS, kept))))
+        if kept is None:
+            self._began, size = time.perf_counter(), getattr(call(*first), "nbytes", 0)
+            kept = max(REPEATS, min(MOST, CACHED // size)) if size else REPEATS
+        least = max(REPEATS, kept)
+        self._round(call, operands, least, kept)
+        calls = max(least, min(MOST, int(WHILE / self._round(call, operands, least, kept))))
         return median(self._round(call, operands, calls, kept) for _ in range(ROUNDS))
 
     def _round(self, call: Callable[..., Any], operands: Sequence[Sequence[Any]], calls: int, kept: int) -> float:
@@ -146,6 +154,8 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
     kernels["AdamW"] = [_digits(1e-9 * 28 * (8 << 20) / watch.of(lambda: optimizer(grads), tuple))] * 2
     clip = watch.of(lambda: clip_grad_norm_(grads, 1e-6), tuple)
     kernels["clip_grad_norm"] = [_digits(1e-9 * 12 * (8 << 20) / clip)] * 2
+    if (window := group.backend.window(LARGE)) is not None:
+        kernels["mapping"] = [_digits(1e-9 * LARGE / watch.of(partial(_come_and_go, window), tuple))] * 2
     total = psutil.virtual_memory().total / ranks if device == "cpu" else \
         card_memory()
     link = measure_link(watch, group, filled) if ranks > 1 else {  # which nothing is sent over
@@ -182,6 +192,12 @@ def measure_link(watch: Stopwatch, group: Any, filled: Callable[..., Any]) -> di
             "factors": {op: _digits(speed["all_gather"] / speed[op]) for op in calls}}
 
 
+def _come_and_go(window: Any) -> None:
+    """Memory under addresses that stay, as gathered parameters have it; of pages that have been written before."""
+    window.claim()
+    window.release()
+
+
 def _wait(watch: Stopwatch, meet: Callable, filled: Callable[..., Any], latency: float) -> float:
     """How much longer than alone ranks take that meet behind each piece of work, over the root of its seconds alone."""
     from mindspore import ops
@@ -189,8 +205,8 @@ def _wait(watch: Stopwatch, meet: Callable, filled: Callable[..., Any], latency:
 
     def make() -> Sequence[Any]:
         return filled(512, 512), filled(512, 2048)
-    alone = watch.of(product, make)
-    met = watch.of(lambda a, b: (product(a, b), meet(small)), make)
+    alone = watch.of(product, make, REPEATS)
+    met = watch.of(lambda a, b: (product(a, b), meet(small)), make, REPEATS)
     return max(0.0, met - alone - latency) / sqrt(alone)
 
 

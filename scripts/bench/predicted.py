@@ -4,7 +4,8 @@
     python scripts/bench/predicted.py --measured measured.json [--hardware two.yaml --of1 one.yaml --of4 four.yaml]
 
 Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
-under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
+under `msrun --worker_num=2`, and of one under `taskset -c 0`: MindSpore's products take all cores that they may, whatever
+OMP_NUM_THREADS says); nothing in them is fitted to these rows. Each row has processes of its own, one core each.
 A machine's pace drifts by minutes: of several files, made in turns, each figure's median counts (`--measured a.json b.json`,
 of the times too).
 Of steps that are not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
@@ -108,6 +109,9 @@ class Watch:
 
 def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     """On this rank, with kernels; where it is watched the tracker is loaded."""
+    cfg = config(row)
+    if world_of(cfg) == 1:  # before MindSpore has threads; of several ranks each is bound to one by the library
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import mindspore as ms
 
     from model_zoo.llama.parallelize import make_mesh
@@ -116,7 +120,6 @@ def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     from ms_dtensor.parallel import experts, experts_counts
     from ms_dtensor.parallel.sharding.memory import trim
 
-    cfg = config(row)
     mesh = make_mesh("cpu", cfg.parallel)
     ms.runtime.launch_blocking()
     if cfg.model.experts is not None:  # as benchmarks of experts do: who is chosen is no matter of the data

@@ -142,7 +142,22 @@ def test_what_hosts_gather_is_written_where_it_stays():
         assert max(k["gathered"] for k in kinds) == 4 << 20
         product = next(e for e in run.events if e.op in ("linear", "matmul"))
         assert run.events[product.after[0]].op == "all_gather", "what is computed of it waits for it"
+        assert [e.mapped for e in run.events if e.op == "all_gather"] == [4 << 20 if device == "CPU" else 0]
     assert peaks["CPU"] + (3 << 20) < peaks["Ascend"]
+
+
+def test_sums_of_gradients_and_copies_of_views_are_work():
+    """Three uses of a value are two sums in its backward; a host's kernels read copies of a view, a device's the view."""
+    for device, copies in (("CPU", 1), ("Ascend", 0)):
+        with dry_run(world=1, device=device) as run:
+            x = md.zeros(8, 16, device_mesh=md.init_device_mesh("cpu" if device == "CPU" else "npu", (1,)))
+            run.forget()
+            md.value_and_grad(lambda x: (mint.exp(x) * mint.sin(x) + mint.permute(x, (1, 0)).exp().sum()).sum())(x)
+        seen = {phase: sorted((e.op, e.read, e.written) for e in run.events
+                              if e.phase == phase and e.op in ("accumulate", "copy_of_view"))
+                for phase in ("forward", "backward")}
+        sums, copied = 2 * [("accumulate", 1024, 512)], copies * [("copy_of_view", 512, 512)]
+        assert seen == {"forward": copied, "backward": sums}, (device, seen)
 
 
 def test_ops_of_plain_stages_are_seen():

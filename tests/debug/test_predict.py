@@ -247,6 +247,9 @@ def test_a_host_that_computes_what_it_sends():
     assert [seconds(work_of(replace(e, phase=phase)), host) for e in (DryEvent("reshape"), DryEvent("exp", read=1))
             for phase in ("forward", "backward")] == pytest.approx([1e-4, 2e-4, 1e-3, 3e-3], rel=1e-3)
     assert timeline([move], replace(host, links=(replace(link, ranks=1), link))).seconds == pytest.approx(sent)
+    mapping = replace(host, kernels={"mapping": (1e10, 1e10)}, launch=1e-5)
+    assert seconds(work_of(replace(move, mapped=1 << 20)), mapping) == pytest.approx(sent + 0.0001048576, rel=1e-9)
+    assert seconds(work_of(DryEvent("accumulate", read=1, phase="backward")), mapping) == pytest.approx(1e-5, rel=1e-3)
 
 
 def test_what_is_no_size_or_no_figure_is_refused(tmp_path):

@@ -184,6 +184,7 @@ def a_machine_is_measured_alike_on_all_ranks(world):
         told = machine.measure_machine("cpu", agree, group)
     found = parse("mine", yaml.safe_load(yaml.safe_dump(told)))
     assert found.links[0].factors["all_gather"] == 1 and found.links[0].processor == 1 and 0 < found.launch < 1
+    assert "mapping" in found.kernels
     assert set(found.host) == {"op", "view"} and 0 < found.host["op"][0] < 1
     assert [size for size, _ in found.matrix.steps] == pytest.approx([5.24e5, 0])
     assert max(share for _, share in found.memory.steps) == 1

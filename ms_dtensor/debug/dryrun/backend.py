@@ -34,6 +34,7 @@ class AbstractWindow:
     def _take(self, taken: bool) -> None:
         if taken != self.taken:
             self.taken = taken
+            self.executor.mapped += self.nbytes if taken else 0
             self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes, "windows")
 
 

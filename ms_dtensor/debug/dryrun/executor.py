@@ -33,6 +33,7 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
+from .forks import Fork, Made
 from .formulas import BY_NUMPY, backward_flops, flops, kept, passes, stays, within
 from .told import Told
 
@@ -61,40 +62,6 @@ class Op(Function):
         return None, *job.gradients(grads, ctx.saved_tensors)
 
 
-class Fork(Function):
-    """A value as two: the one that is used, and the one that further uses are forked from."""
-
-    @staticmethod
-    def forward(ctx, x, executor: Executor, key):
-        ctx.of = executor, key, tuple(x._shape), x.dtype, isinstance(x, Parameter)
-        ctx.set_materialize_grads(False)
-        return nameless(x._shape, x.dtype), nameless(x._shape, x.dtype)
-
-    @staticmethod
-    def backward(ctx, used, rest):
-        executor, key, shape, dtype, leaf = ctx.of
-        executor.forks.pop(key, None)
-        if used is None or rest is None:
-            out = rest if used is None else used
-        else:
-            out = executor.ledger.new(shape, dtype, "activations", executor.ledger.maker(used))
-        if leaf and out is not None:
-            executor.ledger.is_now(out, "gradients")
-        return out, None, None
-
-
-class Made(Function):
-    """What a function has made that nobody saw into: it counts, as any result."""
-
-    @staticmethod
-    def forward(ctx, x, executor: Executor):
-        return executor.ledger.new(x._shape, x.dtype, "activations")
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 class Job:
     """One recorded op."""
 
@@ -105,7 +72,7 @@ class Job:
         self.site = executor.events[event].site
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
-        self.read = executor.read(what, xs)
+        self.read = executor.read(what, xs, executor.events[event].phase)
         self.saved: list = [local_alias(self.read[i]) for i in operands] if asked else []
         self.keeps_result = bool(asked) and result
         self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
@@ -154,7 +121,7 @@ class Job:
             elif view and given is not None and given.dtype == dtype and prod(shape) == prod(given._shape):
                 out.append(executor.view(self.what.op, given, shape))
             else:
-                _until_it_is_there = executor.read(self.what, came)  # each has a kernel
+                _until_it_is_there = executor.read(self.what, came, "backward")  # each has a kernel
                 out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
                 del _until_it_is_there
         _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this
@@ -184,6 +151,7 @@ class Executor(Told):
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
         self.picture: Callable[[], str] = str  # of the last pipeline's schedule
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
+        self.mapped = 0  # of it: bytes of memory that came under addresses that stay
         self.peers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # of it: who gets a message, and whose is waited for
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -209,7 +177,7 @@ class Executor(Told):
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            read = self.read(what, tensors)
+            read = self.read(what, tensors, self.events[event].phase)
             outs = self.made(what, read[0] if read else None, what.shapes, dtypes, event, self.where(what.op, scratch))
             _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else [
                 self.like(x, kind="activations") for x in tensors[:1] for _ in range(within(what.op, self.on_host)[0])]
@@ -249,10 +217,12 @@ class Executor(Told):
         """Who hands out the results of an op, and of its backward: NumPy those of the library's own nodes."""
         return "heap" if scratch or self.on_host and op in BY_NUMPY else ""
 
-    def read(self, what, tensors) -> list[Tensor]:
+    def read(self, what, tensors, phase: str) -> list[Tensor]:
         """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps."""
         if what.view or not self.on_host:
             return list(tensors)
+        for x in filter(self.ledger.is_view, tensors):
+            self.note("copy_of_view", phase, "", 0, *(prod(x._shape) * x.itemsize,) * 2, (), x.dtype)
         return [self.like(x, kind="activations") if self.ledger.is_view(x) else x for x in tensors]
 
     def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
@@ -422,11 +392,11 @@ class Executor(Told):
         after = tuple(m for m in self.given if self.events[m].stream != stream)
         payload = prod(event.shape) * (nbytes_of(event.dtype) if event.dtype else 0)
         self.events.append(DryEvent(
-            event.op, stream, after, bytes=event.bytes, payload=payload, axes=event.axes, ranks=len(ranks),
-            stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
+            event.op, stream, after, bytes=event.bytes, payload=payload, mapped=self.mapped, axes=event.axes,
+            ranks=len(ranks), stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
             group=ranks, sends=self.peers[0], takes=self.peers[1], dtype=event.dtype.lower(), phase=event.phase,
             site=event.site))
-        self.given, self.peers = (), ((), ())
+        self.given, self.peers, self.mapped = (), ((), ()), 0
 
     def forget(self) -> None:
         """Events begin here."""
@@ -455,6 +425,12 @@ class Executor(Told):
         out.param_info.parameter_shape = list(layout.shape)
         out.requires_grad = param.requires_grad
         return out
+
+    def sum(self, a: Tensor, b: Tensor, kind: str = "") -> Tensor:
+        """Of two gradients, in the place of the first; of its kind, unless it is said otherwise."""
+        size = prod(a._shape) * a.itemsize
+        at = self.note("accumulate", "backward", "", 0, 2 * size, size, (a, b), a.dtype)
+        return self.ledger.new(a._shape, a.dtype, kind or self.ledger.kind_of(a), at)
 
     def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:
         """A tensor of its own, of the kind, shape and dtype of another unless it is said otherwise."""

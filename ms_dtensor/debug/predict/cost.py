@@ -23,6 +23,7 @@ class Op:
         traffic: bytes read and written.
         matrix: whether the device's matrix units do it.
         backward: whether it is a gradient's.
+        within: whether it is done within another op or between two, so that nobody asks for it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Op:
     traffic: float
     matrix: bool = False
     backward: bool = False
+    within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Collective:
         ranks: how many take part.
         span: ranks from the first to the last of them, both counted, in the machine's order; decides about the link.
         axis: of the mesh, for people.
+        mapped: bytes of memory that a host puts under the addresses of its result first.
     """
 
     op: str
@@ -49,6 +52,7 @@ class Collective:
     ranks: int
     span: int
     axis: str = ""
+    mapped: float = 0
 
 
 Work: TypeAlias = Op | Collective
@@ -65,9 +69,10 @@ def seconds(work: Work, machine: Hardware) -> float:
     """
     if isinstance(work, Collective):
         own = machine.host.get("op", (0.0,))[0]  # it is given to the link as any op to a device
+        own += work.mapped / machine.kernels["mapping"][0] if "mapping" in machine.kernels else 0.0
         return own + machine.link(work.span).seconds(work.op, work.size, work.ranks) if work.ranks > 1 else 0.0
     what = "op" if work.flops or work.traffic else "view"
-    launch = machine.host.get(what, (machine.launch,) * 2)[work.backward]
+    launch = machine.launch if work.within else machine.host.get(what, (machine.launch,) * 2)[work.backward]
     if work.name in machine.kernels:
         return launch + work.traffic / machine.kernels[work.name][work.backward]
     computing = (machine.matrix if work.matrix else machine.vector).seconds(work.flops)

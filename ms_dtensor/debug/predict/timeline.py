@@ -19,8 +19,8 @@ from .hardware import Hardware
 PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "baddbmm", "addbmm",
                       *conv.RULES, *attention.RULES))
 
-
 NODES = frozenset(("swiglu_rows", "context_attention"))  # products in one node of the library's, of which no rule tells
+WITHIN = frozenset(("copy_of_view", "accumulate"))  # MindSpore does them by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,8 @@ class _Rank:
 def work_of(event: DryEvent) -> Work:
     """An event as `cost.py` takes it."""
     if not event.is_move:
-        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS | NODES, event.phase == "backward")
+        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS | NODES, event.phase == "backward",
+                  event.op in WITHIN)
     op = event.op if event.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") else "exchange"
     size = event.payload * event.ranks if op == "all_gather" else event.payload
-    return Collective(op, size, event.ranks, event.span + 1, ",".join(event.axes))
+    return Collective(op, size, event.ranks, event.span + 1, ",".join(event.axes), event.mapped)
