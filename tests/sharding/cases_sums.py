@@ -129,7 +129,7 @@ def a_block_that_is_packed_together(world):
     mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     with rehearsed(clock=False):
         npu = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
-    for name, (policy, how, *rest) in sampled(WAYS.items(), 4, 3):
+    for name, (policy, how, *rest) in sampled(WAYS.items(), 2, 1):
         def run(name=name, policy=policy, how=how, rest=rest):
             want, count = step(mesh, policy, how, *rest)
             with rehearsed(clock=False):
