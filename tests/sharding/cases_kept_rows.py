@@ -288,3 +288,35 @@ def a_row_goes_with_what_it_was_for(world):
             block._own = (block._writes(), Tensor(np.zeros(3, np.float32)))
         net(rows_of(mesh, X))
         assert not kept(net), "a forward begins"
+
+
+@case(2)
+def rows_that_no_backward_asks_for(world):
+    """A frozen teacher's, of which the loss is detached: they end with the gradient."""
+    with rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+        net, teacher = sharded(mesh), sharded(mesh)
+        loss, wanted = mean_square(net), net.trainable_params()
+        for p in teacher.trainable_params():
+            p.requires_grad = False
+        md.value_and_grad(lambda x: loss(x + ops.stop_gradient(teacher(x)).float() * 0), None, wanted)(rows_of(mesh, X))
+        assert not kept(teacher) and not kept(net)
+
+
+@case(2)
+def a_parameter_that_was_frozen_first(world):
+    """It can be cut while it is frozen; trained later, its gradient is that of one that was never frozen."""
+    with rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+        net, never = filled(Between()), sharded(mesh)
+        for p in (net.blocks[0].w, net.blocks[1].scale):
+            p.requires_grad = False
+        for cell in (*net.blocks, net):
+            md.fully_shard(cell, mesh=mesh, mp_policy=POLICY)
+        frozen, _, _ = step_of(net, mesh)
+        want, _, _ = step_of(never, mesh)
+        names = [p.name for p in never.trainable_params()]
+        same(frozen, [*want[:2], *(g for n, g in zip(names, want[2:]) if n in {p.name for p in net.trainable_params()})], "frozen")
+        for p in net.get_parameters():
+            p.requires_grad = True
+        same(step_of(net, mesh)[0], want, "trained since")

@@ -67,6 +67,8 @@ def _grad(original):
             _clean(outermost)
             raise
         if outermost:
+            for taking_part in in_this_gradient:
+                taking_part.end_gradient()
             in_this_gradient.clear()
         layouts = layouts_of(of)
         if not any(layouts):

@@ -144,14 +144,12 @@ class Reduction:
         self.taken: dict[tuple[Call, int], Tensor] = {}  # of cut parameters, by id, what autograd knows as blanks
         self._due: list[Sums] = []  # of cut parameters, under way
         self._handed: dict[int, Tensor] = {}  # gradients of cut parameters, which these complete
-        for key, p in self.params.items():
+        for p in self.params.values():
             p.__dict__[REDUCED_BY] = self
-            if key in unit.place and not on_cpu():
-                memo_of(p).late_gradient = True
-                _when_it_comes(p, self._hand_out)
         self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
         self._places: dict[int, tuple[Bucket, int]] = {}  # of kept parameters, by id: which bucket, and at which place there
-        self._told = set[int]()  # ids of kept parameters whose gradients come here
+        self._told = set[int]()  # ids of parameters whose gradients come here: kept ones, on a device cut ones, too
+        self._listen()
         self._make_buckets()
 
     @property
@@ -359,7 +357,16 @@ class Reduction:
         """A forward begins: what is still there was left behind by a backward that raised."""
         if any(bucket.handed for bucket in self.buckets) or self._handed or self._due:
             self._drop()
+        self._listen()
         self._make_buckets()
+
+    def _listen(self) -> None:
+        """On a device gradients of cut parameters come here; a frozen one can tell nothing, until it is trained."""
+        for key, p in () if on_cpu() else self.params.items():
+            if key in self.unit.place and p.requires_grad and key not in self._told:
+                self._told.add(key)
+                memo_of(p).late_gradient = True
+                _when_it_comes(p, self._hand_out)
 
     def forget(self) -> None:
         """Drops what is owed."""

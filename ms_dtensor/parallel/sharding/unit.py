@@ -159,6 +159,10 @@ class Unit:
         """Whether the memory holds the whole parameters."""
         return self.state is State.WHOLE
 
+    def end_gradient(self) -> None:
+        """The gradient has been taken; a row that no backward has asked for, as of what was detached, is kept no longer."""
+        self._forget_rows()
+
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
         self.end_backward()
