@@ -44,8 +44,9 @@ def wrote(x, versioned: bool = False) -> None:
 
 
 def stepped(x) -> None:
-    """An optimizer has written a DTensor: what is kept of its values for a backward is of others."""
-    memo_of(x).stepped += 1
+    """An optimizer has written it: of a DTensor, what is kept of its values for a backward is of others."""
+    if getattr(x, "_layout", None) is not None:
+        memo_of(x).stepped += 1
 
 
 def memo_of(x) -> Memo:

@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from ..comm.pretended import executing
 from ..dispatch.memo import stepped
 from ..internals.target import on_cpu
-from ._storage import CHUNK, layout_of, local_array, local_view
+from ._storage import CHUNK, local_array, local_view
 
 Array = Any  # np.ndarray or mindspore.Tensor
 
@@ -74,8 +74,7 @@ def write(target: Array, value: Array) -> None:
         target[...] = value
     elif not on_cpu():
         target.copy_(value.astype(target.dtype))
-        if layout_of(target) is not None:
-            stepped(target)
+        stepped(target)
     else:
         view = local_view(target)
         if view is not None:
@@ -114,8 +113,7 @@ def opened(param, master: Array | None) -> Iterator[Array]:
     if master is None:
         if not on_cpu():
             yield param
-            if layout_of(param) is not None:
-                stepped(param)
+            stepped(param)
             return
         view = local_view(param)
         array = (local_array(param).copy() if view is None else view).reshape(param._shape)

@@ -294,7 +294,7 @@ def a_row_goes_with_what_it_was_for(world):
 def rows_that_no_backward_asks_for(world):
     """A frozen teacher's, of which the loss is detached: they end with the gradient."""
     with rehearsed(clock=False):
-        mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+        mesh = on_devices(world)
         net, teacher = sharded(mesh), sharded(mesh)
         loss, wanted = mean_square(net), net.trainable_params()
         for p in teacher.trainable_params():
@@ -307,7 +307,7 @@ def rows_that_no_backward_asks_for(world):
 def a_parameter_that_was_frozen_first(world):
     """It can be cut while it is frozen; trained later, its gradient is that of one that was never frozen."""
     with rehearsed(clock=False):
-        mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+        mesh = on_devices(world)
         net, never = filled(Between()), sharded(mesh)
         for p in (net.blocks[0].w, net.blocks[1].scale):
             p.requires_grad = False

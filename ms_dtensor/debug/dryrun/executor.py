@@ -221,9 +221,13 @@ class Executor(Told):
         """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps."""
         if what.view or not self.on_host:
             return list(tensors)
-        for x in filter(self.ledger.is_view, tensors):
-            self.note("copy_of_view", phase, "", 0, *(prod(x._shape) * x.itemsize,) * 2, (), x.dtype)
-        return [self.like(x, kind="activations") if self.ledger.is_view(x) else x for x in tensors]
+        out = list(tensors)
+        for i, x in enumerate(out):
+            if self.ledger.is_view(x):
+                size = prod(x._shape) * x.itemsize
+                self.note("copy_of_view", phase, "", 0, size, size, (), x.dtype)
+                out[i] = self.like(x, kind="activations")
+        return out
 
     def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""

@@ -148,7 +148,8 @@ class Reduction:
             p.__dict__[REDUCED_BY] = self
         self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
         self._places: dict[int, tuple[Bucket, int]] = {}  # of kept parameters, by id: which bucket, and at which place there
-        self._told = set[int]()  # ids of parameters whose gradients come here: kept ones, on a device cut ones, too
+        self._told = set[int]()  # ids of kept parameters whose gradients come here
+        self._silent = [] if on_cpu() else [p for key, p in self.params.items() if key in unit.place]  # cut, with no hook
         self._listen()
         self._make_buckets()
 
@@ -362,11 +363,11 @@ class Reduction:
 
     def _listen(self) -> None:
         """On a device gradients of cut parameters come here; a frozen one can tell nothing, until it is trained."""
-        for key, p in () if on_cpu() else self.params.items():
-            if key in self.unit.place and p.requires_grad and key not in self._told:
-                self._told.add(key)
+        for p in self._silent:
+            if p.requires_grad:
                 memo_of(p).late_gradient = True
                 _when_it_comes(p, self._hand_out)
+        self._silent = [p for p in self._silent if not p.requires_grad]
 
     def forget(self) -> None:
         """Drops what is owed."""
