@@ -60,10 +60,10 @@ ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether laye
 MORE = {"sp2": (NARROW, {"tp": 2, "sequence_parallel": True}, False)}  # of `suggested.py`: plans with tp cut tokens
 
 
-def config(row: str) -> Config:
+def config(row: str, compiled: bool = False) -> Config:
     model, axes, again = (ROWS | MORE)[row]
     return Config(model=model, parallel=ParallelConfig(**axes), optim=OptimConfig(clip_norm=1.0), train=TrainConfig(
-        batch=4, seq=256, compile=False, recompute=again, micro_batches=4 if axes.get("pp", 1) > 1 else 1))
+        batch=4, seq=256, compile=compiled, recompute=again, micro_batches=4 if axes.get("pp", 1) > 1 else 1))
 
 
 def world_of(cfg: Config) -> int:
@@ -107,9 +107,9 @@ class Watch:
         self._thread.join()
 
 
-def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
-    """On this rank, with kernels; where it is watched the tracker is loaded."""
-    cfg = config(row)
+def real(row: str, steps: int, watched: bool, compiled: bool) -> dict[str, Any]:
+    """On this rank, with kernels; where it is watched the tracker is loaded. `compiled`: attention is one node."""
+    cfg = config(row, compiled)
     if world_of(cfg) == 1:  # before MindSpore has threads; of several ranks each is bound to one by the library
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import mindspore as ms
@@ -181,11 +181,11 @@ def dry(row: str, hardware: str | None = None) -> dict[str, Any]:
             "assumed": list(run.assumed)}
 
 
-def launched(row: str, steps: int, watched: bool) -> dict[str, Any]:
+def launched(row: str, steps: int, watched: bool, compiled: bool = False) -> dict[str, Any]:
     n = world_of(config(row))
     with tempfile.TemporaryDirectory() as folder:
         args = [str(Path(__file__).resolve()), "--real", row, "--steps", str(steps), "--out", f"{folder}/told.json",
-                *(["--watched"] if watched else [])]
+                *["--watched"] * watched, *["--compiled"] * compiled]
         begin = [sys.executable] if n == 1 else [
             "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
             f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
@@ -209,12 +209,13 @@ def main() -> None:
                         help="of real runs; those that the first lacks are run")
     parser.add_argument("--measure-only", choices=("seconds", "memory", "both"))
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--real", help=argparse.SUPPRESS)
     parser.add_argument("--dry", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.real or args.dry:
-        told = real(args.real, args.steps, args.watched) if args.real else dry(args.dry, *args.hardware)
+        told = real(args.real, args.steps, args.watched, args.compiled) if args.real else dry(args.dry, *args.hardware)
         from ms_dtensor import comm
         if args.dry or (world := comm.current_world()) is None or world.rank == 0:
             Path(args.out).write_text(json.dumps(told))

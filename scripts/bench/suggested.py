@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the layout that `suggest` puts first is the quickest of those that were measured on this machine, as JSON.
+"""Whether the layout that `suggest` puts first is the quickest of those that are measured on this machine, as JSON.
 
-    python scripts/bench/predicted.py --measured measured.json --measure-only seconds --only "tp2;sp2;dp2;fsdp2;zero1;pp2"
-    python scripts/bench/suggested.py --measured measured.json --hardware two.yaml
+    python scripts/bench/suggested.py --hardware two.yaml [--turns 4] [--measured measured.json]
 
-The rows are those of `predicted.py` on two ranks of the narrow model, without recomputation; the first of `suggest`'s plans
-that is among them counts. The machine's file is of two ranks.
+The rows are those of `predicted.py` on two ranks of the narrow model, without recomputation, as the recipe runs them by
+default (attention is one node); the first of `suggest`'s plans that is among them counts. Rows are measured in turns, as a
+machine's pace drifts, and each one's median counts; those that the JSON has are kept. The machine's file is of two ranks.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 from pathlib import Path
 
-from predicted import MORE, NARROW, ROWS, config
+from predicted import MORE, NARROW, ROWS, config, launched
 
 from ms_dtensor.debug.predict import Plan, suggest
+
+TWO = ("tp2", "sp2", "dp2", "zero1", "fsdp2", "pp2", "cp2")
 
 
 def name_of(plan: Plan) -> str | None:
@@ -33,9 +37,15 @@ def name_of(plan: Plan) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, required=True)
     parser.add_argument("--hardware", required=True)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--measured", type=Path, default=Path("turns.json"))
     args = parser.parse_args()
+    turns = json.loads(args.measured.read_text()) if args.measured.exists() else []
+    while len(turns) < args.turns:
+        turns.append({name: launched(name, 6, False, compiled=True)["seconds"] for name in TWO})
+        args.measured.write_text(json.dumps(turns, indent=1) + "\n")
+        print(turns[-1], file=sys.stderr, flush=True)
     train = config("dp2").train
     found = suggest(NARROW, 2, args.hardware, batch=train.batch, seq=train.seq, itemsize=4)
     estimated: dict[str, float] = {}
@@ -43,9 +53,7 @@ def main() -> None:
         name = name_of(one.plan)
         if name is not None:
             estimated.setdefault(name, one.seconds)
-    measured = {name: row["seconds"] for name, row in json.loads(args.measured.read_text()).items()
-                if name in estimated and "seconds" in row}
-    estimated = {name: s for name, s in estimated.items() if name in measured}
+    measured = {name: statistics.median(turn[name] for turn in turns) for name in TWO}
     first, quickest = min(estimated, key=estimated.__getitem__), min(measured, key=measured.__getitem__)
     print(json.dumps({"suggested": str(found.plans[0].plan), "as a row": first, "estimated": estimated,
                       "measured": measured, "quickest measured": quickest,

@@ -158,8 +158,8 @@ def _divides(part: str, count: int, whole: str, size: int) -> None:
 
 
 def plans(model: Transformer, world: int, machine: Hardware, batch: int, seq: int) -> Iterator[Plan]:
-    """Every plan whose degrees divide what they cut: tp the heads and within the quickest link, pp the layers, cp long
-    sequences, ep the experts; dp is what is left, and divides the batch."""
+    """Every plan whose degrees divide what they cut: tp the heads and within the quickest link, with and without sequence
+    parallelism, pp the layers, cp long sequences, ep the experts; dp is what is left, and divides the batch."""
     for tp, pp in product(divisors(world), divisors(world)):
         if world % (tp * pp) or model.heads % tp or model.kv_heads % tp or model.layers % pp or tp > machine.links[0].ranks:
             continue
@@ -174,9 +174,10 @@ def plans(model: Transformer, world: int, machine: Hardware, batch: int, seq: in
                 for ep in divisors(dp * cp) if model.experts else (1,):
                     if model.experts % ep:
                         continue
-                    ways = product(_stages(model, pp, micro), _recompute(model), _sharded(dp * cp))
-                    for stages, recompute, sharded in ways:
-                        yield Plan(dp, cp, tp, pp, ep, micro, stages, tp > 1, recompute, sharded)
+                    ways = product(_stages(model, pp, micro), (False, True)[:1 + (tp > 1)], _recompute(model),
+                                   _sharded(dp * cp))
+                    for stages, cut_tokens, recompute, sharded in ways:
+                        yield Plan(dp, cp, tp, pp, ep, micro, stages, cut_tokens, recompute, sharded)
 
 
 def _stages(model: Transformer, pp: int, micro: int) -> tuple[int, ...]:
@@ -194,7 +195,7 @@ def _sharded(ranks: int) -> tuple[Any, ...]:
 def _simpler(plan: Plan) -> tuple[int, ...]:
     """Of plans alike, fewer axes and options come first."""
     axes = (plan.pp, plan.cp, plan.tp, plan.ep)
-    return (sum(n > 1 for n in axes), *axes, plan.micro_batches, plan.recompute != "none",
+    return (sum(n > 1 for n in axes), *axes, plan.micro_batches, plan.sequence_parallel, plan.recompute != "none",
             ("none", "zero1", "fsdp").index(plan.sharded))
 
 

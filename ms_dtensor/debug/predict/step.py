@@ -82,7 +82,7 @@ def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part],
     blocks = model.layers / plan.pp
     computing, waiting = blocks * (forward + backward + again), blocks * (forward_waits + backward_waits + again_waits)
     filled = plan.micro_batches + (plan.pp - 1) / plan.stages_per_rank  # passes of a stage in a step
-    reductions = _data_parallel(model, plan, machine, itemsize, blocks, (forward, backward + again))
+    reductions = _data_parallel(model, plan, machine, itemsize, blocks, (forward, backward + again), head)
     hop = Collective("exchange", itemsize * tokens / plan.cp * model.dim / (plan.tp if plan.sequence_parallel else 1), 2,
                      2 * plan.tp * plan.cp * plan.dp, "pp")
     hops = 2 * (plan.micro_batches * plan.stages_per_rank + plan.pp - 1) if plan.pp > 1 else 0
@@ -96,8 +96,12 @@ def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part],
 
 
 def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: int, blocks: float,
-                   computing: tuple[float, float]) -> float:
-    """Seconds that a step is longer for its data axes: what of their exchanges does not fit beside computation."""
+                   computing: tuple[float, float], head: float) -> float:
+    """Seconds that a step is longer for its data axes: what of their exchanges does not fit beside computation.
+
+    A table of words has its own: the head's beside its computing; that of an embedding, whose values a step needs first and
+    whose gradient comes last, beside nothing.
+    """
     ranks, span = plan.dp * plan.cp, plan.dp * plan.cp * plan.tp
     if ranks == 1:
         return 0.0
@@ -109,16 +113,20 @@ def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: 
         sending = sum(seconds(Collective(op, size, ranks, span), machine) for op, size in collectives)
         return together(work, sending, processor) - work
 
-    block_weights = weights / plan.tp
+    def parts(weights: float) -> tuple[tuple[str, float], tuple[str, float]]:
+        reduce = "all_reduce" if plan.sharded == "none" else "reduce_scatter"
+        return ("all_gather", itemsize * weights), (reduce, GRADIENT * weights)
+
+    gather, reduce = parts(weights / plan.tp)
+    table_gather, table_reduce = parts(model.dim * model.vocab / plan.tp)
+    gathered, beside, alone = plan.sharded != "none", (head / 3, head * 2 / 3), (0.0, 0.0)
+    places = [beside] if plan.pp > 1 else [alone] if model.tied else [alone, beside]
+    end = sum(longer(there, table_gather) * gathered + longer(back, table_reduce) for there, back in places)
     if plan.sharded == "fsdp":
-        gather, reduce = ("all_gather", itemsize * block_weights), ("reduce_scatter", GRADIENT * block_weights)
         each = longer(forward, gather) + longer(backward, gather)
-        return blocks * (plan.micro_batches * each + longer(backward, gather, reduce) - longer(backward, gather))
-    reduce = ("reduce_scatter" if plan.sharded == "zero1" else "all_reduce", GRADIENT * block_weights)
-    end = blocks * longer(backward, reduce)  # the last micro-batch's backward hides it
-    if plan.sharded == "zero1":
-        end += blocks * longer(forward, ("all_gather", itemsize * block_weights))
-    return end
+        return end + blocks * (plan.micro_batches * each + longer(backward, gather, reduce) - longer(backward, gather))
+    end += blocks * longer(backward, reduce)  # the last micro-batch's backward hides it
+    return end + (blocks * longer(forward, gather) if gathered else 0.0)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
