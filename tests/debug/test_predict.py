@@ -98,9 +98,10 @@ def test_tables_of_words_are_exchanged_too(sharded):
     def data(model: Transformer, **how) -> float:
         return estimate(model, Plan(dp=8, sharded=sharded, **how), machine, 64, 8192).time["data parallelism"]
     blocks = data(replace(one, vocab=1, tied=True))
-    assert data(replace(one, tied=True)) == pytest.approx(blocks + alone, rel=1e-3)
+    assert data(replace(one, tied=True)) == pytest.approx(blocks + alone, abs=5e-5), "one word has two latencies"
     assert blocks + alone < data(one) < blocks + 1.5 * alone, "the head's goes on beside its products"
-    assert data(one, pp=2, micro_batches=8) < data(one) - alone / 2
+    stages = {"pp": 2, "micro_batches": 4}
+    assert 0 < data(one, **stages) - data(replace(one, vocab=1), **stages) < alone / 2
 
 
 MODELS = {
