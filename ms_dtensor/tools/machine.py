@@ -22,7 +22,8 @@ from typing import Any
 from .host import host_seconds
 
 # Rows, inner, columns; between two sizes the share of the smaller one counts, so they are not far apart.
-PRODUCTS = ((2048, 1, 512), (2048, 64, 96), (384, 320, 512), (384, 640, 512), (768, 640, 1536), (1024, 768, 3072))
+PRODUCTS = ((2048, 1, 512), (1024, 64, 64), (2048, 64, 96), (384, 320, 512), (384, 640, 512), (768, 640, 1536),
+            (1024, 768, 3072))
 # of a device, in bfloat16: a block of the 8B and parts of it
 DEVICE_PRODUCTS = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 1792), (8192, 4096, 4096), (8192, 4096, 14336))
 VECTORS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # elements of float32
