@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the layout that `suggest` puts first is the quickest of those that are measured on this machine, as JSON.
 
-    python scripts/bench/suggested.py --hardware two.yaml [--turns 4] [--measured measured.json]
+    python scripts/bench/suggested.py --hardware two.yaml [--turns 8] [--measured measured.json]
 
 The rows are those of `predicted.py` on two ranks of the narrow model, without recomputation, as the recipe runs them by
 default (attention is one node); the first of `suggest`'s plans that is among them counts. Rows are measured in turns, as a
@@ -38,7 +38,7 @@ def name_of(plan: Plan) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", required=True)
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--measured", type=Path, default=Path("turns.json"))
     args = parser.parse_args()
     turns = json.loads(args.measured.read_text()) if args.measured.exists() else []

@@ -148,6 +148,7 @@ def test_what_it_says():
     runner = found.plans[1]
     assert sum(runner.time.values()) == pytest.approx(runner.seconds)
     assert "--parallel.hsdp 2" in keys(replace(runner.plan, hsdp=2)), "a plan is told whole"
+    assert "checkpoint_wrapper around" in keys(replace(runner.plan, recompute="attention")), "also what is no option"
     small = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 256}
     assert " ms a step" in str(suggest(small, 2, "a100", batch=4, seq=32)), "0.000 s would say nothing"
 

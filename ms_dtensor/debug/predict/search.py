@@ -205,7 +205,7 @@ def duration(seconds: float) -> str:
 
 
 def keys(plan: Plan) -> str:
-    """The recipe's options for a plan."""
+    """The recipe's options for a plan; what it has no option for is said in words."""
     told: dict[str, Any] = {f"parallel.{name}": getattr(plan, name) for name in ("pp", "dp", "hsdp", "cp", "tp", "ep")}
     told = {key: value for key, value in told.items() if value > 1}
     if plan.sequence_parallel:
@@ -218,7 +218,10 @@ def keys(plan: Plan) -> str:
         told["train.micro_batches"] = plan.micro_batches
     if plan.recompute == "full":
         told["train.recompute"] = "true"
-    return " ".join(f"--{key} {value}" for key, value in told.items()) or "one rank"
+    words = [f"--{key} {value}" for key, value in told.items()]
+    if plan.recompute == "attention":
+        words.append("and checkpoint_wrapper around the core of attention")
+    return " ".join(words) or "one rank"
 
 
 def lost(one: Estimate, best: Estimate) -> str:
