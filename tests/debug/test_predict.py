@@ -112,10 +112,10 @@ MODELS = {
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 16])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_best_plan_is_that_of_trying_everything(model, world):
-    sizes, machine, batch = MODELS[model], load_hardware("910b"), 48
+    sizes, machine, batch = MODELS[model], load_hardware("910b"), 24
     best = None
     for dp, cp, tp, pp, ep in itertools.product(range(1, world + 1), repeat=5):
-        if dp * cp * tp * pp != world or cp > 1 or (dp * cp) % ep or batch % dp:
+        if dp * cp * tp * pp != world or 2048 % cp or (dp * cp) % ep or batch % dp:
             continue
         if sizes.experts % ep if sizes.experts else ep > 1:
             continue
@@ -167,13 +167,44 @@ def test_a_recipes_configuration_is_a_model():
 @pytest.mark.parametrize(("call", "said"), [
     (lambda: suggest(MODELS["wide"], 4, "tpu", batch=4, seq=128), "there is no machine 'tpu'"),
     (lambda: suggest({"dim": 4}, 4, "910b", batch=4, seq=128), "a size of the model is not told"),
-    (lambda: suggest(MODELS["wide"], 0, "910b", batch=4, seq=128), "world is 0"),
+    (lambda: suggest(MODELS["wide"], 0, "910b", batch=4, seq=128), "world = 0"),
     (lambda: suggest(Transformer(80, 8192, 64, 8, 128, 28672, 128256), 4, "910b", batch=4, seq=8192), "no plan fits"),
-    (lambda: suggest(MODELS["small"], 7, "910b", batch=4, seq=128), "no plan fits")])
+    (lambda: suggest(MODELS["small"], 7, "910b", batch=4, seq=128), "no plan cuts this model over 7 ranks")])
 def test_what_cannot_be_is_refused(call, said):
     with pytest.raises(ConfigError, match=said) as refused:
         call()
     assert "fix:" in str(refused.value)
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    (lambda: Plan(dp=0), "dp = 0"), (lambda: Plan(tp=-1), "tp = -1"), (lambda: Plan(dp=1.5), r"dp = 1\.5"),
+    (lambda: Plan(micro_batches=True), "micro_batches = True"), (lambda: Plan(sharded="x"), "sharded is 'x'"),
+    (lambda: Plan(recompute=True), "recompute is True"), (lambda: replace(MODELS["small"], layers=0), "layers = 0"),
+    (lambda: replace(MODELS["small"], kv_heads=3), "do not fit together"),
+    (lambda: replace(MODELS["experts"], per_token=9), "do not fit together"),
+    (lambda: estimate(MODELS["small"], Plan(dp=4), load_hardware("910b"), 6, 128), "the batch cannot be cut"),
+    (lambda: estimate(MODELS["small"], Plan(), load_hardware("910b"), 1, 0), "length = 0"),
+    (lambda: suggest(MODELS["small"], 8, "910b", batch=10**30, seq=16), "too large"),
+    (lambda: suggest("configs/llama3_8b.yaml", 8, "910b", batch=8, seq=16), "suggest FILE reads a file"),
+    (lambda: suggest({"text_config": {}}, 8, "910b", batch=8, seq=16), "give its text_config")])
+def test_plans_and_sizes_that_are_none(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        wrong()
+
+
+def test_fewer_sequences_than_ranks_are_cut_by_tokens_and_ties_do_not_recompute():
+    few = suggest(Transformer(4, 512, 8, 4, 64, 1408, 8192), 8, "910b", batch=1, seq=1024)
+    assert {plan.plan.tp * plan.plan.cp * plan.plan.pp for plan in few.plans} == {8} and few.plans[0].plan.cp > 1
+    for found in (few, suggest(MODELS["small"], 8, "910b", batch=8, seq=128)):
+        best = [e.plan.recompute for e in found.plans if e.seconds == found.plans[0].seconds]
+        assert best[0] == "none"
+
+
+@pytest.mark.parametrize("told", ["", "- 1", "#" + "x" * (1 << 20)])
+def test_what_is_no_machines_file(tmp_path, told):
+    (tmp_path / "mine.yaml").write_text(told)
+    with pytest.raises(ConfigError, match=r"no mapping|more than 256 KiB"):
+        load_hardware(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -277,7 +308,7 @@ def test_what_is_no_size_or_no_figure_is_refused(tmp_path):
                            ({}, {"batch": "8"}), ({}, {"seq": True}), ({}, {"hardware": None}),
                            ({}, {"hardware": "910b\0"}),
                            ({"n_heads": 7, "n_kv_heads": 7}, {}), ({"n_kv_heads": 3}, {})):
-        with pytest.raises(ConfigError, match=r"no size|is '8'|is 8\.0|is True|(is|there is) no machine|not divide"):
+        with pytest.raises(ConfigError, match=r"no size|= '8'|= 8\.0|= True|(is|there is) no machine|not divide"):
             suggest(sizes | changed, **({"world": 8, "hardware": "910b", "batch": 8, "seq": 64} | asked))
     right = yaml.safe_load((MACHINES / "910b.yaml").read_text())
     for place, value in (("launch_us", -5), ("overlap", "no"), ("lunch_us", 3), ("memory.gbs", 3), ("memory.gb_s", math.inf),

@@ -6,9 +6,9 @@ says itself which. Nothing in it is fitted to the run that is predicted. Read ne
 """
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ...core.files import regular
 from ...core.plain_yaml import plain_yaml
 from ...errors import ConfigError
 
+MOST = 1e15  # in a file's units no figure is as large
+LARGEST = 1 << 18  # bytes of a file, which has one or two thousand
 MACHINES = Path(__file__).parent / "machines"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange")
 
@@ -135,7 +137,7 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           'hardware="910b", or the path of a file')
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
-        raw = regular(file).read_bytes()
+        raw = _bytes(regular(file))
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise ConfigError(f"For 'hardware', there is no machine {str(machine)!r}.",
                           f"{str(file)!r}: {getattr(error, 'strerror', None) or error}",
@@ -156,6 +158,14 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
                           f"write it as {MACHINES / 'a100.yaml'} is") from None
 
 
+def _bytes(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        raw = stream.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise OSError(errno.EFBIG, f"more than {LARGEST >> 10} KiB, and a machine's file has one or two")
+    return raw
+
+
 def parse(name: str, told: Mapping[str, Any]) -> Hardware:
     """A machine of what its file says, in the file's units: TFLOP/s, GB/s, GFLOP, MB, microseconds, GiB."""
     def curve(which: str, peak: str, scale: float, size: float) -> Curve:
@@ -167,6 +177,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
             raise ValueError(f"reached: shares are above 0 and at most 1: {part['reached']}")
         return Curve(_positive(peak, part[peak]) * scale, steps)
 
+    if not isinstance(told, Mapping):
+        raise ValueError("it is no mapping of figures")
     _known("", told, ("source", "matrix", "vector", "memory", "overlap", "launch_us", "links", "kernels", "host_us",
                       "asking_us"))
     for which, names in (("matrix", ("tflops", "reached")), ("vector", ("tflops", "reached")),
@@ -210,9 +222,13 @@ def _known(part: str, told: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not 0 <= float(value) < inf:
-        raise ValueError(f"{name}: {value}")
-    return float(value)
+    try:
+        number = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < MOST:
+        raise ValueError(f"{name}: {value!r}"[:200])
+    return number
 
 
 def _positive(name: str, value: float) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`suggest`: every plan of a model over so many ranks, by what a step of it would cost; ranked, explained, nothing applied.
 
-All plans are estimated, none is guessed away: a few thousand take a second or two. A plan that does not fit the device's
+All plans are estimated, none is guessed away: ten thousand take a second or two. A plan that does not fit the device's
 memory is not ranked, but the quickest of those is named, with what it lacks.
 """
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 from ...core.divisors import divisors
 from ...errors import ConfigError
 from .hardware import Hardware, load_hardware
-from .step import Estimate, estimate
-from .transformer import Plan, Transformer
+from .step import Estimate, Estimates
+from .transformer import Plan, Transformer, check_counts, counts
 
 GIB = 2**30
+MOST = 2**24  # ranks, sequences and tokens that are cut in all ways
 NAMES = {  # what configurations call a size: ours, Hugging Face's, Megatron's
     "layers": ("layers", "n_layers", "num_hidden_layers", "num_layers"), "dim": ("dim", "hidden_size"),
     "heads": ("heads", "n_heads", "num_attention_heads"),
@@ -26,7 +27,6 @@ NAMES = {  # what configurations call a size: ours, Hugging Face's, Megatron's
     "head_size": ("head_size", "head_width", "head_dim", "kv_channels"),
     "ffn": ("ffn", "ffn_dim", "moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
     "vocab": ("vocab", "vocab_size"), "tied": ("tied", "tied_head", "tie_word_embeddings")}
-LENGTHY = 16384  # tokens of a sequence from which on cp is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
         applied, and nothing communicates.
 
     Raises:
-        ConfigError: a size of the model is not told, or no plan fits.
+        ConfigError: a size of the model is not told or a number is none, no plan cuts the model over so many ranks, or none
+            fits.
 
     Example:
         >>> from ms_dtensor.debug import suggest
@@ -90,28 +91,30 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
         (8, True)
     """
     sizes, machine = transformer(model), load_hardware(hardware)
-    for name, value in (("world", world), ("batch", batch), ("seq", seq)):
-        if not _counts(value):
-            raise ConfigError(f"For 'suggest', {name} is {value!r}.", f"world = {world}, batch = {batch}, seq = {seq}",
-                              "Each is an integer, 1 or more.", f"{name}=1 or more")
-    found = sorted((estimate(sizes, plan, machine, batch, seq, itemsize)
-                    for plan in plans(sizes, world, machine, batch, seq)),
-                   key=lambda e: (e.seconds, e.bytes, _simpler(e.plan)))
+    check_counts("suggest", {"world": world, "batch": batch, "seq": seq, "itemsize": itemsize})
+    if max(world, batch, seq) > MOST:
+        raise ConfigError("For 'suggest', a number is too large.", f"world = {world}, batch = {batch}, seq = {seq}"[:200],
+                          f"Each is at most {MOST:,}: all ways to cut them are tried.", "the numbers of one step")
+    of = Estimates(sizes, machine, batch, seq, itemsize).of
+    found = sorted((of(plan) for plan in plans(sizes, world, machine, batch, seq)),
+                   key=lambda e: (e.seconds, e.bytes > machine.capacity, e.plan.recompute != "none", e.bytes,
+                                  _simpler(e.plan)))
+    if not found:
+        raise ConfigError(
+            f"For 'suggest', no plan cuts this model over {world} ranks.",
+            f"{sizes.heads} heads, {sizes.kv_heads} of keys, {sizes.layers} layers, {batch} sequences of {seq} tokens",
+            "tp divides both kinds of heads, pp the layers, dp the batch and cp the tokens; their product is the ranks.",
+            ("a batch that the ranks divide", "another number of ranks"))
     fit = tuple(e for e in found if e.bytes <= machine.capacity)
     if not fit:
-        least = min(found, key=lambda e: e.bytes, default=None)
+        least = min(found, key=lambda e: e.bytes)
         raise ConfigError(
             f"For 'suggest', no plan fits: {sizes.parameters / 1e9:.2f} B parameters on {world} ranks of {machine.name}.",
-            f"the least that one needs is {least.bytes / GIB:.1f} GiB a rank: {keys(least.plan)}" if least else
-            f"no axes of {world} ranks divide {sizes.heads} heads, {sizes.layers} layers and {batch} sequences",
+            f"the least that one needs is {least.bytes / GIB:.1f} GiB a rank: {keys(least.plan)}",
             f"A rank has {machine.capacity / GIB:.0f} GiB.",
             ["more ranks", "a smaller batch or seq", "a batch that more ranks divide"])
     too_large = found[0] if found[0].bytes > machine.capacity else None
     return Suggestion(fit, too_large, len(found), machine, batch * seq)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
@@ -125,7 +128,7 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
     told: dict[str, Any] = {size: next((value for name in names if (value := get(name)) is not None), None)
                             for size, names in NAMES.items()}
     wrong = [f"{size} = {value!r}" for size, value in told.items()
-             if size != "tied" and value is not None and not _counts(value)]
+             if size != "tied" and value is not None and not counts(value)]
     if wrong:
         raise ConfigError("For 'suggest', a size of the model is no size.", ", ".join(wrong),
                           "Each is an integer, 1 or more.", "numbers as a configuration has them")
@@ -140,7 +143,9 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
     if lacking:
         raise ConfigError("For 'suggest', a size of the model is not told.", f"{', '.join(lacking)} of {str(model)[:120]}",
                           "A plan is counted from the model's sizes.",
-                          [f"give {size} as one of {', '.join(NAMES[size])}" for size in lacking])
+                          [*(["give its text_config"] if get("text_config") is not None else []),
+                           *(["python -m ms_dtensor suggest FILE reads a file"] if isinstance(model, str | Path) else []),
+                           *(f"give {size} as one of {', '.join(NAMES[size])}" for size in lacking)])
     experts = get("experts")
     if experts is not None and not isinstance(experts, int):
         told |= {"experts": experts.count, "per_token": experts.per_token, "ffn": experts.width or told["ffn"]}
@@ -159,14 +164,14 @@ def _divides(part: str, count: int, whole: str, size: int) -> None:
 
 def plans(model: Transformer, world: int, machine: Hardware, batch: int, seq: int) -> Iterator[Plan]:
     """Every plan whose degrees divide what they cut: tp the heads and within the quickest link, with and without sequence
-    parallelism, pp the layers, cp long sequences, ep the experts; dp is what is left, and divides the batch."""
+    parallelism, pp the layers, cp sequences, ep the experts; dp is what is left, and divides the batch."""
     for tp, pp in product(divisors(world), divisors(world)):
         if world % (tp * pp) or model.heads % tp or model.kv_heads % tp or model.layers % pp or tp > machine.links[0].ranks:
             continue
         rest = world // (tp * pp)
         for cp in divisors(rest):
             dp = rest // cp
-            if batch % dp or cp > 1 and (seq < LENGTHY or seq % cp):
+            if batch % dp or seq % cp:
                 continue
             for micro in divisors(batch // dp):
                 if pp > 1 and micro < pp:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ...errors import ConfigError
 from .cost import Collective, Op, Work, seconds, together, total
 from .hardware import Hardware
 from .peak import ROWS, Held, peak
-from .transformer import Part, Plan, Transformer, block, ends
+from .transformer import Part, Plan, Transformer, block, check_counts, ends
 
 GRADIENT = 4  # bytes of a parameter's, float32
 UPDATED = 30  # bytes that an update reads and writes of a parameter: itself, two moments, gradient, the copy in 16 bits
@@ -52,6 +54,9 @@ def estimate(model: Transformer, plan: Plan, machine: Hardware, batch: int, leng
         length: tokens of a sequence.
         itemsize: bytes of an activation's element.
 
+    Raises:
+        ConfigError: a number is none, or the batch is no such multiple.
+
     Example:
         >>> from ms_dtensor.debug.predict import Plan, Transformer, estimate, load_hardware
         >>> llama = Transformer(layers=32, dim=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256)
@@ -59,26 +64,70 @@ def estimate(model: Transformer, plan: Plan, machine: Hardware, batch: int, leng
         >>> 2000 < 8 * 8192 / step.seconds / 8 < 4000          # tokens a second of a card
         True
     """
-    sequences = batch / (plan.dp * plan.micro_batches)
-    parts, last = block(model, plan, sequences, length, itemsize), ends(model, plan, sequences, length, itemsize)
-    time = _times(model, plan, machine, parts, last, itemsize, sequences * length)
-    return Estimate(plan, sum(time.values()), memory(model, plan, parts, itemsize, machine, sequences * length / plan.cp),
-                    time)
+    check_counts("estimate", {"batch": batch, "length": length, "itemsize": itemsize})
+    if batch % (plan.dp * plan.micro_batches):
+        raise ConfigError("For 'estimate', the batch cannot be cut.", f"{batch} sequences over dp = {plan.dp} ranks and "
+                          f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
+                          f"batch={batch + -batch % (plan.dp * plan.micro_batches)}")
+    return Estimates(model, machine, batch, length, itemsize).of(plan)
+
+
+class Passes(NamedTuple):
+    """What a micro-batch is on a rank, without what cuts only parameters or deals out layers.
+
+    Attributes:
+        parts: of a block.
+        forward, backward: seconds of a block, computing and waiting.
+        core: of its forward's core of attention.
+        head: of what the last stage has besides blocks, all.
+    """
+
+    parts: list[Part]
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    core: tuple[float, float]
+    head: float
+
+
+class Estimates:
+    """Those of several plans of one step; what plans have in common is worked out once.
+
+    Args:
+        model, machine, batch, length, itemsize: as of `estimate`.
+    """
+
+    def __init__(self, model: Transformer, machine: Hardware, batch: int, length: int, itemsize: int):
+        self.model, self.machine, self.batch, self.length, self.itemsize = model, machine, batch, length, itemsize
+        self._known: dict[tuple, Passes] = {}
+
+    def of(self, plan: Plan) -> Estimate:
+        """One of them."""
+        sequences = self.batch / (plan.dp * plan.micro_batches)
+        key = (sequences, plan.cp, plan.tp, plan.ep, plan.micro_batches > 1, plan.sequence_parallel, plan.gathered_again)
+        passes = self._known.get(key)
+        if passes is None:
+            passes = self._known[key] = self._passes(plan, sequences)
+        time = _times(self.model, plan, self.machine, passes, self.itemsize, sequences * self.length)
+        return Estimate(plan, sum(time.values()), memory(self.model, plan, passes.parts, self.itemsize, self.machine,
+                                                         sequences * self.length / plan.cp), time)
+
+    def _passes(self, plan: Plan, sequences: float) -> Passes:
+        def split(work: Iterable[Work]) -> tuple[float, float]:
+            work = list(work)
+            return (total((w for w in work if isinstance(w, Op)), self.machine),
+                    total((w for w in work if isinstance(w, Collective)), self.machine))
+        parts, last = (of(self.model, plan, sequences, self.length, self.itemsize) for of in (block, ends))
+        return Passes(parts, split(w for part in parts for w in part.forward),
+                      split(w for part in parts for w in part.backward),
+                      split(w for part in parts if part.core for w in part.forward),
+                      sum(split(w for part in last for w in (*part.forward, *part.backward))))
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
-def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part], last: list[Part], itemsize: int,
+def _times(model: Transformer, plan: Plan, machine: Hardware, passes: Passes, itemsize: int,
            tokens: float) -> dict[str, float]:
-    def split(work: Iterable[Work]) -> tuple[float, float]:
-        work = list(work)
-        return (total((w for w in work if isinstance(w, Op)), machine),
-                total((w for w in work if isinstance(w, Collective)), machine))
-
-    forward, forward_waits = split(w for part in parts for w in part.forward)
-    backward, backward_waits = split(w for part in parts for w in part.backward)
-    again, again_waits = split(w for part in parts if plan.recompute == "full" or plan.recompute == "attention" and part.core
-                               for w in part.forward)
-    head, head_waits = split(w for part in last for w in (*part.forward, *part.backward))
+    (forward, forward_waits), (backward, backward_waits), head = passes.forward, passes.backward, passes.head
+    again, again_waits = {"full": passes.forward, "attention": passes.core, "none": (0.0, 0.0)}[plan.recompute]
     blocks = model.layers / plan.pp
     computing, waiting = blocks * (forward + backward + again), blocks * (forward_waits + backward_waits + again_waits)
     filled = plan.micro_batches + (plan.pp - 1) / plan.stages_per_rank  # passes of a stage in a step
@@ -89,7 +138,7 @@ def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part],
     own = parameters_of_a_rank(model, plan)
     updated = own / (plan.dp * plan.cp if plan.sharded != "none" else 1)
     return {"computation": plan.micro_batches * computing, "tp and cp": plan.micro_batches * waiting,
-            "head": plan.micro_batches * (head + head_waits),
+            "head": plan.micro_batches * head,
             "bubble": (filled - plan.micro_batches) * (computing + waiting),
             "between stages": hops * seconds(hop, machine) if hops else 0.0, "data parallelism": reductions,
             "optimizer": seconds(Op("AdamW", 10 * updated, UPDATED * updated), machine)}

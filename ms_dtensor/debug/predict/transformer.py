@@ -8,10 +8,29 @@ Pure arithmetic. Read next: `step.py`, which makes a training step of it.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from ...errors import ConfigError
 from .cost import Collective, Op, Work
+
+
+def counts(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number, and not too small."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_counts(who: str, told: Mapping[str, Any], least: int = 1) -> None:
+    """Refuses what is no number of things.
+
+    Raises:
+        ConfigError: it names them.
+    """
+    wrong = [f"{name} = {value!r}" for name, value in told.items() if not counts(value, least)]
+    if wrong:
+        raise ConfigError(f"For '{who}', a number is none.", ", ".join(wrong),
+                          f"Each is an integer, {least} or more.", "numbers as a configuration has them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,17 @@ class Transformer:
     experts: int = 0
     per_token: int = 0
     tied: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "dim", "heads", "kv_heads", "head_size", "ffn", "vocab")
+        check_counts("Transformer", {name: getattr(self, name) for name in sizes})
+        check_counts("Transformer", {"experts": self.experts, "per_token": self.per_token}, 0)
+        if self.heads % self.kv_heads or self.per_token > self.experts or (self.experts > 0) > self.per_token:
+            raise ConfigError("For 'Transformer', sizes do not fit together.",
+                              f"heads = {self.heads}, kv_heads = {self.kv_heads}, experts = {self.experts}, "
+                              f"per_token = {self.per_token}", "Equally many query heads share each key head; a token goes "
+                              "to one expert at least, and at most to all.",
+                              ("kv_heads that divides heads", "per_token from 1 to experts"))
 
     @property
     def attention_weights(self) -> int:
@@ -86,6 +116,14 @@ class Plan:
     sharded: Literal["none", "zero1", "fsdp"] = "none"
     hsdp: int = 1
     gathered_again: bool = False
+
+    def __post_init__(self) -> None:
+        degrees = ("dp", "cp", "tp", "pp", "ep", "micro_batches", "stages_per_rank", "hsdp")
+        check_counts("Plan", {name: getattr(self, name) for name in degrees})
+        for name, known in (("recompute", ("none", "attention", "full")), ("sharded", ("none", "zero1", "fsdp"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"For 'Plan', {name} is {getattr(self, name)!r}.", "", f"It is one of {', '.join(known)}.",
+                                  f'{name}="{known[0]}"')
 
     @property
     def world(self) -> int:
