@@ -26,6 +26,7 @@ from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
+from ...dispatch.memo import stepped
 from ...dispatch.modes import implicit_replication
 from ...dispatch.op_plan import Abstract
 from ...dispatch.operands import DIFFERENTIABLE, as_local, dtype_name, local_alias, make, wrap
@@ -237,8 +238,11 @@ class Executor(Told):
 
     @staticmethod
     def view(op: str, x, shape) -> Tensor:
-        """A view; of a cast to its own dtype, or of what is only another name, the tensor itself."""
-        return local_alias(x) if op in _ITSELF else on_storage_of(x, shape, True)
+        """A view; of a cast to its own dtype, or of what is only another name, what the tensor is, a view or none.
+
+        Never the tensor itself: a node's result that is its operand would make the operand a result, a leaf none any more.
+        """
+        return on_storage_of(x, shape, op not in _ITSELF or bool(Tensor.storage_offset(x)))
 
     def by_data(self, run, call, tensors):
         """What only data, or a user's function, tells."""
@@ -282,6 +286,7 @@ class Executor(Told):
                               "It communicates as its values ask, and a dry run has none.", "AdamW or SGD in its place")
         for i in places:
             param = optimizer.params[i]
+            stepped(param)
             kept = prod(param._shape) * param.itemsize + sum(
                 prod(a.shape) * a.itemsize for a in (*optimizer._state[i].values(), optimizer._masters[i]) if a is not None)
             event = self.note(type(optimizer).__name__, "optimizer", user_site(), 0,

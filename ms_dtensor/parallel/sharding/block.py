@@ -72,6 +72,7 @@ class Block:
         self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._own: tuple[list, Tensor] | None = None  # this rank's row, as a forward has packed it, and `_writes` then
+        self._gathered: list | None = None  # of a dry run, `_writes` when it was gathered
         self._work: Work | None = None
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
 
@@ -237,6 +238,8 @@ class Block:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
         own = list(map(local_alias, self.params))
+        if executing() is not None:
+            self._gathered = self._writes()
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
                 shapes = self._own_shapes()
@@ -362,7 +365,7 @@ class Block:
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         if executing() is not None:
-            return False
+            return self._gathered != self._writes()
         with NoFallbackGuard():
             own = [self._ops.tensor(self._ops.cast(self._ops.of(local_alias(p)), self.dtype)) for p in self.params]
             return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (own[i], mine)))

@@ -22,6 +22,7 @@ from mindspore import Tensor, nn
 
 from ... import comm
 from ...comm.packing import write
+from ...comm.pretended import executing
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement
@@ -272,10 +273,10 @@ class Unit:
         self.reshard()
         self.reduction.begin()
         if self.kept_by_user and self.whole:
-            changed = Tensor(np.array([any([block.changed() for block in self.blocks])], np.float32))
+            mine = any([block.changed() for block in self.blocks])
             with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=self.label):
-                changed = self.mesh.get_group().all_reduce(changed, "max")
-            if changed.asnumpy()[0]:
+                changed = self.mesh.get_group().all_reduce(Tensor(np.array([mine], np.float32)), "max")
+            if mine if executing() is not None else changed.asnumpy()[0]:
                 self.reshard(forced=True)
 
     def end_backward(self) -> None:
