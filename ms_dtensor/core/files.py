@@ -101,9 +101,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             aside.unlink()
+        if isinstance(error, OSError) and error.filename == os.fspath(aside):  # a name that the caller has never seen
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
 
 

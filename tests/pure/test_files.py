@@ -74,6 +74,15 @@ def test_root_may_write_where_its_files_are_given_away(tmp_path):
     assert (tmp_path / "disk/a").read_bytes() == b"new"
 
 
+def test_errors_say_the_name_that_was_given(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name, kind in (("none/a", FileNotFoundError), ("folder", IsADirectoryError)):
+        with pytest.raises(kind) as refused, replacing(tmp_path / name):
+            pass
+        assert refused.value.filename == str(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_what_is_replaced_is_there_whole_or_as_it_was(tmp_path, victim):
     (tmp_path / "a").symlink_to(victim)
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a") as file:
