@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as ms_init
 
-from ..comm.pretended import executing
+from ..comm.pretended import executing, keeps_values
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..dispatch.operands import local_alias
@@ -42,8 +42,9 @@ def remember(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> No
     """Notes for each deferred parameter of a model what its eager initialisation would draw from.
 
     Communicates once (the generator's state of `src_data_rank`) if there are such parameters; they are on all ranks or
-    on none.
+    on none. Whoever lays a model out begins here, so a dry run refuses one of the user's here.
     """
+    keeps_values(p for _, p in module.parameters_and_names())
     found = [p for _, p in module.parameters_and_names() if is_deferred(p) and _STATE not in p.__dict__]
     if not found:
         return

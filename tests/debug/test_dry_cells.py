@@ -2,12 +2,14 @@
 """Cells of users in a dry run: what MindSpore's own make of their parameters, and what cells have methods for."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from mindspore import mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.debug import dry_run
+from ms_dtensor.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 
@@ -52,3 +54,26 @@ def test_parameters_that_are_kept_whole_are_gathered_again_if_they_were_written(
     assert seen[0] == seen[1]
     gathered = [n for n, event in enumerate(seen[0]) if event.startswith("all_gather")]
     assert gathered[:2] == [0, 1] and len(gathered) == 2 + 1 + 2, "both; what was written; both, once stepped"
+
+
+@pytest.mark.parametrize("lay_out", [
+    lambda net, mesh: md.distribute_module(net, mesh), lambda net, mesh: md.replicate(net, mesh=mesh),
+    lambda net, mesh: md.replicate(net, mesh=mesh, zero1=True), lambda net, mesh: md.fully_shard(net, mesh=mesh),
+    lambda net, mesh: md.parallelize_module(net, mesh, {"0": md.ColwiseParallel()})],
+    ids=["module", "replicate", "zero1", "fully_shard", "styles"])
+def test_a_model_that_was_made_before_keeps_its_values(lay_out):
+    """It had none behind the block; what is made inside has none, also where the user gives data."""
+    net, x = nn.SequentialCell(mint.nn.Linear(8, 8), nn.LayerNorm((8,))), Tensor(np.ones((4, 8), np.float32))
+    want, seen = net(x).asnumpy(), net.__dict__.keys() | net[0].__dict__.keys()
+    with dry_run(world=2, device="CPU"):
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        with pytest.raises(ConfigError, match="'0.weight' was made before the block.\n.*on: .*\n.*rule: .*\n.*fix: .*inside"):
+            lay_out(net, mesh)
+        inside = nn.SequentialCell(mint.nn.Linear(8, 8))
+        inside[0].bias = Parameter(Tensor(np.ones(8, np.float32)), name="bias")
+        lay_out(inside, mesh)
+    assert net(x).asnumpy().tolist() == want.tolist() and seen == net.__dict__.keys() | net[0].__dict__.keys()
+    with comm.fake_world(2):
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        lay_out(net, mesh)
+        assert np.isfinite(net[0].weight.full_tensor().asnumpy()).all()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain tensors of a dry run that are asked for their value: `float(x.to_local())`, which would be 0 without a word.
 
-DTensors refuse that themselves; what is plain is MindSpore's. The invariant: while no dry run is under way, MindSpore's own
+DTensors refuse that themselves; what is plain is MindSpore's. Parameters that are made meanwhile are marked: others have
+values that the user may still want. The invariant: while no dry run is under way, MindSpore's own
 methods stand in their places; for tensors that have values they run in one, too.
 """
 from __future__ import annotations
@@ -13,9 +14,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
-from ...comm.pretended import executing
+from ...comm.pretended import MADE_DRY, executing
 from ...comm.record import is_user_file
 from ...dispatch.patches.undo import Patched
 from ...errors import ConfigError
@@ -63,6 +64,7 @@ def values_watched() -> Iterator[None]:
     try:
         for name in _ASKED:
             _patched.put(Tensor, name, _watched(name, getattr(Tensor, name)))
+        _patched.put(Parameter, "__init__", _marking(Parameter.__init__))
         try:
             yield
         finally:
@@ -83,3 +85,12 @@ def _watched(name: str, original):
         convert = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}.get(name)
         return told if convert is None else convert(told)
     return asked
+
+
+def _marking(original):
+    @functools.wraps(original)
+    def made(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if executing() is not None:
+            self.__dict__[MADE_DRY] = True
+    return made

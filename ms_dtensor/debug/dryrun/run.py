@@ -216,8 +216,9 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
             messages: dict[str, bytes] | None = None) -> Iterator[DryRun]:
     """Inside, what DTensors would do is found out and not done; what the step says of memory and the like is in the value.
 
-    Models are made inside, and their parameters are never: initialisation is deferred as by `no_init_parameters`. What is
-    seen are ops on DTensors; plain tensors are computed as ever.
+    Models are made inside, and their parameters are never: initialisation is deferred as by `no_init_parameters`. To lay out
+    one that was made before is refused, as its values would be lost. What is seen are ops on DTensors; plain tensors are
+    computed as ever.
 
     Args:
         world: number of ranks.
@@ -228,7 +229,7 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
         messages: of a pipeline's stage, `run.messages` of the dry run of a rank of the stage before.
 
     Raises:
-        ConfigError: no such rank or device; a dry run inside a dry run.
+        ConfigError: no such rank or device; a dry run inside a dry run; inside, a model that was made before.
 
     Example:
         >>> import mindspore as ms, numpy as np, ms_dtensor as md
