@@ -7,11 +7,13 @@ what is communicated is what `train.py` communicates in a step that is not its f
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ms_dtensor import DTensor
 from ms_dtensor.debug import dry_run
+from ms_dtensor.errors import OpRuleError
 
 from .config import Config
 from .parallelize import make_mesh
@@ -26,7 +28,7 @@ class _DryTrainer(Trainer):
 
 
 def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
-    """The `DryRun` of a step of this rank, its second; of a pipeline, the stages before run first.
+    """The `DryRun` of a step of this rank, its second; of a pipeline, those that its stages wait for run first.
 
     The core of attention is not compiled, as nobody sees into what is; experts are taken as chosen equally often.
     """
@@ -34,27 +36,45 @@ def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
 
 
 def dry_stages(cfg: Config, world: int, rank: int = 0, device: str = "CPU", count: int | None = None) -> list:
-    """The same of the first `count` stages, by default all: of each the rank that has this one's place in its stage."""
+    """The same of the first `count` ranks of a pipeline, by default all: those that have this one's place in their stages.
+
+    A rank of several stages waits for ranks behind it: each runs as far as it is told what comes, again and again.
+    """
     cfg = replace(cfg, train=replace(cfg.train, compile=False))
     each = world // cfg.parallel.pp
     messages: dict[str, bytes] = {}
     values = {} if cfg.model.experts is None else {"experts": cfg.model.experts.count}
-    runs = []
-    for stage in range(cfg.parallel.pp if count is None else count):
-        with dry_run(world, rank % each + stage * each, device, values=values, messages=messages) as run:
-            kind = "npu" if run.device == "Ascend" else run.device.lower()
-            trainer = _DryTrainer(cfg, None, make_mesh(kind, cfg.parallel), initialize=lambda model: None)
-            ids = np.zeros((cfg.train.batch, cfg.train.seq), np.int32)
-            rows = [ids, ids, np.tile(np.arange(cfg.train.seq, dtype=np.int32), (len(ids), 1))][:2 + cfg.data.documents]
-            for _ in range(2):
-                run.forget()  # set-up; what only a first step communicates
-                loss, grads = trainer.gradients(*rows)
-                trainer.update(grads, 0)
-                if isinstance(loss, DTensor):  # as who prints it
-                    loss.full_tensor()
-                del loss, grads
-        messages = run.messages
-        if cfg.data.documents:
-            run.assumed["documents"] = "one a row"
-        runs.append(run)
-    return runs
+    runs: dict[int, Any] = {}
+    wanted = range(cfg.parallel.pp if count is None else count)
+    while not all(stage in runs for stage in wanted):
+        before, refused = (len(runs), len(messages)), None
+        for stage in range(cfg.parallel.pp):
+            if stage in runs or all(other in runs for other in wanted):
+                continue
+            try:
+                with dry_run(world, rank % each + stage * each, device, values=values, messages=messages) as run:
+                    _two_steps(cfg, run)
+                runs[stage] = run
+            except OpRuleError as error:
+                refused = error
+            messages |= run.messages
+        if refused is not None and before == (len(runs), len(messages)):
+            raise refused
+    return [runs[stage] for stage in wanted]
+
+
+def _two_steps(cfg: Config, run) -> None:
+    """Lays the model out and trains it; what the run tells is of the second step."""
+    kind = "npu" if run.device == "Ascend" else run.device.lower()
+    trainer = _DryTrainer(cfg, None, make_mesh(kind, cfg.parallel), initialize=lambda model: None)
+    ids = np.zeros((cfg.train.batch, cfg.train.seq), np.int32)
+    rows = [ids, ids, np.tile(np.arange(cfg.train.seq, dtype=np.int32), (len(ids), 1))][:2 + cfg.data.documents]
+    for _ in range(2):
+        run.forget()  # set-up; what only a first step communicates
+        loss, grads = trainer.gradients(*rows)
+        trainer.update(grads, 0)
+        if isinstance(loss, DTensor):  # as who prints it
+            loss.full_tensor()
+        del loss, grads
+    if cfg.data.documents:
+        run.assumed["documents"] = "one a row"

@@ -4,8 +4,8 @@
     python scripts/bench/dry_run.py model_zoo/llama/configs/llama3_405b.yaml --world 16384 \
         --parallel.dp 2048 --parallel.hsdp 16 --train.batch 2048
 
-Prints one line of JSON (the plan goes to stderr): seconds and peak memory of this process, then what the rank does.
-No rank is started.
+Prints one line of JSON (the plan goes to stderr): seconds and peak memory of this process, then what the rank does in
+its second step; `seconds` are of laying out and two steps, of all ranks of a pipeline that it waits for. No rank is started.
 """
 from __future__ import annotations
 
@@ -20,26 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import mindspore as ms
-import numpy as np
 
 from model_zoo.llama.configio import load
-from model_zoo.llama.parallelize import make_mesh
-from model_zoo.llama.trainer import Trainer
-from ms_dtensor.debug import dry_run
-
-
-def step(config: list[str], world: int, rank: int, device: str) -> tuple:
-    """A dry run of one training step, and its seconds: to lay the model out, and to run it."""
-    began = time.perf_counter()
-    cfg = load(config, world)[0]
-    with redirect_stdout(sys.stderr), dry_run(world=world, rank=rank, device=device, values={"experts": 8}) as run:
-        trainer = Trainer(cfg, None, make_mesh("npu" if device == "Ascend" else "cpu", cfg.parallel),
-                          initialize=lambda model: None)
-        laid_out = time.perf_counter()
-        ids = np.zeros((cfg.train.batch, cfg.train.seq), np.int32)
-        _, grads = trainer.gradients(ids, ids)
-        trainer.update(grads, 0)
-    return run, laid_out - began, time.perf_counter() - laid_out
+from model_zoo.llama.dry import dry_step
 
 
 def main() -> None:
@@ -52,13 +35,15 @@ def main() -> None:
     args, options = parser.parse_known_args()  # the others are the recipe's
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
-    run, laid_out, ran = step(["--config", args.config, *options], args.world, args.rank, args.device)
+    cfg, began = load(["--config", args.config, *options], args.world)[0], time.perf_counter()
+    with redirect_stdout(sys.stderr):
+        run = dry_step(cfg, args.world, args.rank, args.device)
     memory = run.memory()
     moved: dict[str, int] = {}
     for (op, axes, *_), (_, size) in run.comms().items():
         moved[f"{op} {','.join(axes)}"] = moved.get(f"{op} {','.join(axes)}", 0) + size
     print(json.dumps({
-        "world": args.world, "rank": args.rank, "seconds": {"to lay out": round(laid_out, 1), "to run": round(ran, 1)},
+        "world": args.world, "rank": args.rank, "seconds": round(time.perf_counter() - began, 1),
         "process GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2), "events": len(run.events),
         "PFLOPs": round(run.flops() / 1e15, 3), "step seconds": round(run.seconds(args.hardware), 2),
         "peak GiB": {k: round(v / 2**30, 2) for k, v in memory.at_peak.items()} | {"all": round(memory.peak / 2**30, 2)},

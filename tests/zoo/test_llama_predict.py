@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from model_zoo.llama.configio import dump
-from model_zoo.llama.dry import dry_step
+from model_zoo.llama.dry import dry_stages, dry_step
 from model_zoo.llama.tools import predict
+from ms_dtensor.errors import OpRuleError
 
 CONFIG = Config(model=ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=96),
                 parallel=ParallelConfig(dp=2, tp=2), train=TrainConfig(batch=4, seq=16, compile=False))
@@ -32,3 +39,37 @@ def test_the_page_of_a_run(tmp_path):
     page = predict.write_page(tmp_path, None, 3).read_text()
     assert 'href="metrics.jsonl"' in page and "rank 3 of 4" in page and "0.25" in page
     assert page.count("<td>1.000</td>") + page.count(">1.000<") >= 2 * len(sent), "calls and bytes, all as predicted"
+
+
+def test_ranks_of_several_stages_tell_each_other_what_comes():
+    """Rank 0 waits in its second stage for rank 1, which waits for its first: each runs until both are told everything."""
+    parallel = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2)
+    train = replace(CONFIG.train, micro_batches=2)
+    cfg = replace(CONFIG, parallel=parallel, model=replace(CONFIG.model, n_layers=4), train=train)
+    runs = dry_stages(cfg, 2)
+    sent, taken = ([sum(len(getattr(e, way)) for e in run.events) for run in runs] for way in ("sends", "takes"))
+    assert sent == taken[::-1] == [2 * 2 + 2, 2 + 2 * 2], "F over the borders 0-1, 2-3 and 1-2, twice, and back"
+    size = train.batch // 2 * train.seq * cfg.model.dim * 4
+    assert [sum(e.payload for e in run.events if e.sends) for run in runs] == [6 * size, 6 * size]
+    assert all(run.flops() for run in runs) and dry_step(cfg, 2, 0).flops() == runs[0].flops()
+
+
+def test_a_backward_in_two_parts_is_refused():
+    cfg = replace(CONFIG, parallel=ParallelConfig(pp=2, pp_schedule="zbh1"), model=replace(CONFIG.model, n_layers=4),
+                  train=replace(CONFIG.train, micro_batches=4))
+    with pytest.raises(OpRuleError, match="in two parts"):
+        dry_stages(cfg, 2)
+
+
+def test_the_command_runs_experts_on_several_stages(monkeypatch, capsys, tmp_path):
+    (tmp_path / "moe.yaml").write_text("""
+model: {dim: 32, n_layers: 4, n_heads: 4, n_kv_heads: 2, ffn_dim: 16, vocab_size: 64, experts: {count: 8, per_token: 2}}
+parallel: {dp: 2, ep: 2, pp: 2, pp_schedule: interleaved, pp_stages_per_rank: 2}
+train: {batch: 8, seq: 16, micro_batches: 2}
+""")
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "dry_run.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "moe.yaml"), "--world", "4", "--device", "CPU"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(script), run_name="__main__")
+    told = json.loads(capsys.readouterr().out)
+    assert told["events"] > 0 and any(name.startswith("all_to_all") for name in told["GB sent"])

@@ -60,6 +60,10 @@ class Op(Function):
     @staticmethod
     def backward(ctx, *grads):
         job, ctx.job = ctx.job, None
+        if job is None:
+            raise OpRuleError("For 'dry_run', a backward runs a second time.", "",
+                              "A backward in two parts, as of the schedules zbh1, zbv and dualpipev, is not known to it.",
+                              ("schedule 1f1b or interleaved", "one backward of each forward"))
         return None, *job.gradients(grads, ctx.saved_tensors)
 
 
