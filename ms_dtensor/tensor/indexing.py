@@ -120,8 +120,9 @@ def _picked(item, what: str) -> list:
                               ("where(mask, x, other) or masked_fill(mask, value)",
                                "x[mask] = value, with one mask and a scalar",
                                "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))
-        dry = executing()
-        mask = Tensor._make_subclass(Tensor, item).asnumpy() if dry is None else dry.array(item, f"{what} of a mask")
+        dry, known = executing(), getattr(item, "_known", None)  # a typed tensor is asked, as Python reads it
+        seen = Tensor._make_subclass(Tensor, item) if known is None else known(f"{what} of a mask", True)
+        mask = seen.asnumpy() if dry is None else dry.array(item, f"{what} of a mask")
     elif isinstance(item, list | np.ndarray):
         mask = np.asarray(item)
     else:

@@ -101,7 +101,7 @@ def test_a_row_parallel_cells_summand_taken_for_its_result(mesh):
     def cell(x, w, b):
         out = mint.nn.functional.linear(x, w)
         return out + b
-    refused(lambda: local_map(cell, {}, check=True)(x, w, b), "said to be Replicate() over 'tp', and is varying",
+    refused(lambda: local_map(cell, {}, check=True)(x, w, b), "Replicate() over 'tp', which is invariant, and is varying",
             line_of(cell, "out + b"))
     refused(lambda: local_map(cell, {"tp": P}, check=True)(x, w, b), "no summand since 'add'", line_of(cell, "out + b"))
     assert local_map(lambda x, w, b: all_reduce(mint.nn.functional.linear(x, w), "tp") + convert(b, "tp", "I"), {},

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from mindspore import Tensor
 
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
@@ -49,6 +52,7 @@ class Account:
 
     `read`: names of axes over which Python has seen an array that varies. What numbers are made of it nobody knows, so from
     there on every op may have one of them among its arguments.
+    `met`: the tensors whose types the check tells, so that a write finds those that share the storage.
     """
 
     who: str
@@ -56,11 +60,18 @@ class Account:
     axes: tuple[int, ...]
     own_gradient: bool = False
     read: set[str] = field(default_factory=set)
+    met: list[weakref.ref] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the axes."""
         return tuple(self.mesh.mesh_dim_names[a] for a in self.axes)
+
+    def sharing(self, x: Tensor) -> list[Tensor]:
+        """Living tensors that are in the storage of `x`, but for itself."""
+        self.met[:] = [ref for ref in self.met if ref() is not None]
+        others = [t for ref in self.met if (t := ref()) is not None and t is not x]
+        return [] if 0 in x._shape else [t for t in others if _storage(t) == _storage(x)]
 
     def of_input(self, what: str, layout: Layout, cotangent: Layout) -> Types:
         """The types of an input that lies so, and whose cotangent is to lie so.
@@ -137,6 +148,10 @@ class Account:
                 lost = at
             out.append(Origin(root, at, lost))
         return tuple(out)
+
+
+def _storage(x: Tensor) -> int:
+    return Tensor._make_subclass(Tensor, x).untyped_storage().data_ptr()
 
 
 def _told(signatures) -> str:

@@ -39,9 +39,9 @@ def checked_run(who: str, fn: Callable, tensors: Sequence[Tensor], layouts: Sequ
     """
     entries, single = outs
     now = Account(who, mesh, tuple(a for a, n in enumerate(mesh.shape) if n > 1))
-    given = [x if t is None or c is None else Typed(x, now.of_input(f"argument {i}", t, c))
-             for i, (x, t, c) in enumerate(zip(tensors, layouts, cotangents))]
     with watched(now):
+        given = [x if t is None or c is None else Typed(x, now.of_input(f"argument {i}", t, c))
+                 for i, (x, t, c) in enumerate(zip(tensors, layouts, cotangents))]
         result = fn(given)
         several = (result,) if single else result
         if results_on == mesh and isinstance(several, tuple | list) and len(several) == len(entries):
@@ -58,7 +58,7 @@ def _fits(now: Account, number: int, r: Tensor, entry) -> None:
         wrong = spmd.misfit(types.kinds[k], types.graded, placements[a])
         if wrong is not None:
             why, ways = wrong
-            word = spmd.WORDS[types.kinds[k].letter]
+            word, alike = spmd.WORDS[types.kinds[k].letter], ", which is invariant" * placements[a].is_replicate()
             raise OpRuleError(
-                f"For '{now.who}', result {number} is said to be {placements[a]!r} over '{axis}', and is {word}.",
+                f"For '{now.who}', result {number} is said to be {placements[a]!r} over '{axis}'{alike}, and is {word}.",
                 f"result {number}: {types.origins[k]}", why, [w.format(x="x", axis=axis) for w in ways])

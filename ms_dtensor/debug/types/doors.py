@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from ...internals.names import Function, jit_api, no_grad
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Refused
 from .account import Account, Origin, Types, account, site
-from .typed import MADE_IN, Typed, plain, typed, types_of
+from .typed import MADE_IN, Typed, plain, typed, types_of, written, written_by_index
 
 _open = Patched()
 _depth = 0
@@ -78,7 +79,18 @@ def _put() -> None:
         now = account.get()
         if now is not None and self.__class__ is Tensor and not isinstance(input_data, Tensor):
             setattr(self, MADE_IN, now.mesh)
+            now.met.append(weakref.ref(self))
     _open.put(Tensor, "__init__", made)
+    put = Tensor.__setitem__
+
+    @functools.wraps(put)
+    def set_item(self, index, value):
+        now = account.get()
+        if now is not None and not isinstance(self, Typed) and _met(index, value):
+            written_by_index(now, self, index, value)
+            index, value = plain(index), plain(value)
+        put(self, index, value)
+    _open.put(Tensor, "__setitem__", set_item)
 
 
 def _made_of_numbers(original):
@@ -171,6 +183,11 @@ def _collective(name: str, original):
         tensors = [x for x in leaves((args, kwargs), Tensor) if isinstance(x, Typed)]
         reduce = kwargs.get("op", args[1] if len(args) > 1 and isinstance(args[1], str) else "sum")
         types = _types_after(now, self, name, reduce, tensors)
+        if name == "all_reduce_":
+            x = tensors[0]
+            x._types = types  # what else is in its storage has to be that already
+            if now.sharing(x):
+                written(now, name, x, types.kinds, [types])
         result = original(self, *plain(args), **plain(kwargs))
         return _with_types(result, types)
     return call

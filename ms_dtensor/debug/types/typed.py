@@ -8,6 +8,7 @@ nothing computed of typed tensors during a check is plain, or it was refused; af
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...internals.names import NoFallbackGuard
 from ...ops.local import LOCAL_OPS, WRITES
 from ...ops.rules import Call, Operand
 from ...ops.rules.names import PRIMITIVES
+from ...ops.rules.spmd import WORDS, Kind
 from ...ops.rules.write import INPLACE
 from ...tensor.indexing import get_item, set_item
 from ..verify.capture import on_one_rank
@@ -36,12 +38,14 @@ class Typed(Tensor):
     """A local tensor with `Types`; for use inside one check."""
 
     _types: Types
-    _keeps = False  # whether it stands for a tensor that is written
+    _stands_for: Tensor | None = None  # one that is written by index
     __array_ufunc__ = None
 
     def __new__(cls, tensor, types: Types):
         out = Tensor._make_subclass(cls, tensor)
         out._types = types
+        if (now := account.get()) is not None:
+            now.met.append(weakref.ref(out))
         return out
 
     def __init__(self, tensor, types):
@@ -67,11 +71,11 @@ class Typed(Tensor):
         types = [now.constant() if id(x) in numbers else types_of(x) for x in tensors]
         call = None if bound is None else as_call(op, bound, tensors)
         kinds = now.results(f"'{op}'", call, types)
-        if name in INPLACE:
-            written(now, op, types[0], [k[0] for k in kinds])
+        if name in INPLACE or "Inplace" in name:  # of one without a rule nobody knows what it writes: what varies
+            became = written(now, op, tensors[0], [k[0] for k in kinds], types)
             with NoFallbackGuard():  # these objects: what an alias is given the tensor itself may not see
                 result = compute(*args, **kwargs)
-            return result if result is tensors[0] or not isinstance(result, Tensor) else Typed(result, types[0])
+            return result if result is tensors[0] or not isinstance(result, Tensor) else Typed(result, became)
         with NoFallbackGuard():
             result = compute(*plain(tuple(args)), **plain(kwargs))
         return typed(now, op, result, kinds, types, graded=name not in _NO_GRADIENT)
@@ -85,8 +89,8 @@ class Typed(Tensor):
         tensors = leaves(arguments, Tensor)
         types = [types_of(x) for x in tensors]
         kinds = now.results(f"'{op}'", as_call(op, arguments, tensors), types)
-        if self._keeps:
-            return written(now, op, types[0], [k[0] for k in kinds])
+        if self._stands_for is not None:
+            return written(now, op, self._stands_for, [k[0] for k in kinds], types)
         with NoFallbackGuard():
             result = whole(*given.values())
         return typed(now, op, result, kinds, types)
@@ -98,11 +102,36 @@ class Typed(Tensor):
 
     def __setitem__(self, index, value):
         if (now := account.get()) is not None:
-            target = Typed(self, self._types)
-            target._keeps = True
-            set_item(target, _index(now, index), value)
-        with NoFallbackGuard():  # this object: MindSpore gives it another storage
-            super().__setitem__(plain(index), plain(value))
+            written_by_index(now, self, index, value)
+        token = account.set(None)
+        try:
+            with NoFallbackGuard():  # this object: MindSpore gives it another storage
+                super().__setitem__(plain(index), plain(value))
+        finally:
+            account.reset(token)
+
+    def assign_value(self, value):
+        self._replaced("assign_value()")
+        return super().assign_value(plain(value))
+
+    def set_(self, *args, **kwargs):
+        self._replaced("set_()")
+        return super().set_(*plain(args), **plain(kwargs))
+
+    @property
+    def data(self):
+        return self._as_it_is(plain(self).data)
+
+    @data.setter
+    def data(self, value):
+        self._replaced("data = ...")
+        plain(self).data = plain(value)
+
+    def _replaced(self, who: str) -> None:
+        if (now := account.get()) is not None:
+            raise OpRuleError(f"For '{now.who}', {who} at {site()} puts another tensor in the place of one.",
+                              f"{dtype_name(self.dtype)}{list(self._shape)}, {self._types.origins[0]}",
+                              "Types do not follow what others that look at it have then.", ("x.copy_(value)", "x = value"))
 
     def __iter__(self):
         return (self[i] for i in range(self._shape[0]))
@@ -130,11 +159,17 @@ class Typed(Tensor):
     def item(self):
         return self._known("item()").item()
 
+    def _read(self, who: str):
+        array = self._known(who, True).asnumpy()
+        if account.get() is not None:
+            array.flags.writeable = False  # it is the tensor's storage, and NumPy tells nobody what it writes
+        return array
+
     def asnumpy(self):
-        return self._known("asnumpy()", True).asnumpy()
+        return self._read("asnumpy()")
 
     def numpy(self):
-        return self._known("numpy()", True).asnumpy()
+        return self._read("numpy()")
 
     def tolist(self):
         return self._known("tolist()").tolist()
@@ -143,7 +178,7 @@ class Typed(Tensor):
         return self._known("get_bytes()", True).get_bytes()
 
     def __array__(self, dtype=None, copy=None):
-        array = self._known("numpy.asarray", True).asnumpy()
+        array = self._read("numpy.asarray")
         return array if dtype is None else array.astype(dtype)
 
     def __bool__(self):
@@ -197,7 +232,7 @@ def types_of(x: Tensor) -> Types:
     assert now is not None
     if isinstance(x, Typed) and len(x._types.kinds) == len(now.axes):  # not one that another function has kept
         return x._types
-    graded = bool(x._requires_grad) and dtype_name(x.dtype).startswith(DIFFERENTIABLE)
+    graded = bool(x._requires_grad) and _has_gradient(x)
     if graded and recording() and not x._is_leaf:
         raise OpRuleError(f"For '{now.who}', at {site()} a tensor without a type meets one with.",
                           f"{dtype_name(x.dtype)}{list(x._shape)}",
@@ -205,6 +240,10 @@ def types_of(x: Tensor) -> Types:
                           ("pass it as an argument of the function, as a DTensor",
                            "give `types=` to the DFunction that makes it"))
     return now.constant() if getattr(x, MADE_IN, None) is now.mesh and not graded else now.outsider(graded)
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return dtype_name(x.dtype).startswith(DIFFERENTIABLE)
 
 
 def _numbers(op: str, bound: dict | None) -> set[int]:
@@ -231,8 +270,7 @@ def typed(now: Account, op: str, result, kinds, operands: Sequence[Types], grade
 
     def one(x):
         mine = tuple(of[i] for of in per_axis) if (i := next(number)) >= 0 else ()
-        return Typed(x, Types(mine, graded and dtype_name(x.dtype).startswith(DIFFERENTIABLE),
-                              now.made(op, mine, operands)))
+        return Typed(x, Types(mine, graded and _has_gradient(x), now.made(op, mine, operands)))
     return map_leaves(one, result, Tensor)
 
 
@@ -241,15 +279,63 @@ def _for_all(kinds, count: int):
     return kinds if len(kinds) == count else (*kinds, *(kinds[-1],) * count)[:count]
 
 
-def written(now: Account, op: str, target: Types, kinds) -> None:
-    """Refuses to write into a tensor what is of another type.
+def written_by_index(now: Account, x: Tensor, index, value) -> None:
+    """Asks whether `x[index] = value` leaves `x` what it is.
 
     Raises:
-        OpRuleError: it is.
+        OpRuleError: it does not.
     """
-    for k, (axis, have, new) in enumerate(zip(now.names, target.kinds, kinds)):
-        if have.letter != new.letter and (target.graded or {have.letter, new.letter} != {"R", "I"}):
-            from ...ops.rules.spmd import WORDS
-            raise OpRuleError(f"For '{now.who}', '{op}' at {site()} writes what is {WORDS[new.letter]} over '{axis}' into "
-                              f"what is {WORDS[have.letter]}.", f"{target.origins[k]}",
-                              "A tensor keeps its type, as others may look at it.", "work out of place")
+    target = Typed(x, types_of(x))
+    target._stands_for = x
+    set_item(target, _index(now, index), value)
+
+
+def written(now: Account, op: str, target: Tensor, kinds: Sequence[Kind], operands: Sequence[Types]) -> Types:
+    """The types of a tensor that an op has written into, which all that shares its storage has from here on.
+
+    Letters stay. What varies stops being read as anything by a global op, unless what is written reads as it does; so views
+    do, and what they are views of. A constant that is written with what has a gradient has one.
+
+    Args:
+        now: the check.
+        op: how messages call it.
+        target: what is written.
+        kinds: what the op makes, on each axis.
+        operands: the types of its operands, the target's first.
+
+    Raises:
+        OpRuleError: something would be of another type than it is.
+    """
+    graded, had = any(t.graded for t in operands), operands[0].kinds
+    became = []
+    for x in (target, *now.sharing(target)):
+        old = operands[0] if x is target else types_of(x)
+        mine = []
+        for k, (axis, was, new) in enumerate(zip(now.names, old.kinds, kinds)):
+            kept = _after_write(was, had[k], new, old.graded, graded)
+            if kept is None:
+                into = "" if x is target else "the storage of "
+                raise OpRuleError(f"For '{now.who}', '{op}' at {site()} writes what is {WORDS[new.letter]} over '{axis}' "
+                                  f"into {into}what is {WORDS[was.letter]}.", f"{old.origins[k]}",
+                                  "A tensor keeps its type, as others may look at it.", "work out of place")
+            mine.append(kept)
+        made = now.made(op, mine, operands)
+        origins = (was if a == b else new for a, b, was, new in zip(old.kinds, mine, old.origins, made))
+        became.append((x, Types(tuple(mine), (old.graded or graded) and _has_gradient(x), tuple(origins))))
+    for x, types in became:
+        if isinstance(x, Typed):
+            x._types = types
+    return became[0][1]
+
+
+def _after_write(was: Kind, had: Kind, new: Kind, was_graded: bool, graded: bool) -> Kind | None:
+    """What is in the storage of a write of `new` into what `had` a type, and `was` of some itself; None: not any more."""
+    if was.letter != new.letter:
+        if {was.letter, new.letter} != {"R", "I"} or was_graded and graded:
+            return None
+        return was if was_graded else new
+    if was.letter != "V":
+        return was if was.reads == new.reads else None
+    if new != had or new.reads is None or was.reads is None or new.reads.is_partial() != was.reads.is_partial():
+        return Kind("V")
+    return was
