@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import DFunction, Partial, Replicate, Shard, local_map
+from ms_dtensor import DFunction, Partial, Replicate, Shard, comm, local_map
 from ms_dtensor.comm import fake_world
 from ms_dtensor.core.layout import Layout
 from ms_dtensor.debug import all_gather, all_reduce, all_to_all, checks, convert, reduce_scatter, reinterpret
@@ -365,3 +365,19 @@ def test_moves_that_are_none(mesh):
         local_map(lambda t: all_reduce(t, "pp"), {})(v)
     with pytest.raises(LayoutError, match="gradient"):
         local_map(lambda t: t, {"tp": Shard(0)}, ({"tp": Shard(0)},), in_grad_placements=({},), check=True)(v)
+
+
+@pytest.mark.parametrize("check", (False, True))
+def test_moves_of_dims_that_are_none_send_nothing(mesh, check, monkeypatch):
+    monkeypatch.setattr(comm.Group, "_collective", lambda *_: pytest.fail("something was sent"))
+    v = lying(mesh, (8, 4), {"tp": Shard(0)})
+    for dim in (5, -3, "0", None, 1.0, True):
+        for move in (lambda t, d=dim: all_gather(t, "tp", d), lambda t, d=dim: reduce_scatter(t, "tp", d),
+                     lambda t, d=dim: all_to_all(t, "tp", d, 0), lambda t, d=dim: all_to_all(t, "tp", 1, d),
+                     lambda t, d=dim: convert(t.sum(), "tp", "V", d)):
+            with pytest.raises(ConfigError) as caught:
+                local_map(move, {"tp": Shard(0)}, check=check)(v)
+            assert f"is {dim!r}" in caught.value.attempt and caught.value.operands and caught.value.rule and caught.value.fix
+    for move in (lambda t: reduce_scatter(t[:, :3], "tp", 1), lambda t: all_to_all(t[:3], "tp", 0, 1)):
+        with pytest.raises(ConfigError, match="of 3 is not divided by 2 ranks"):
+            local_map(move, {"tp": Shard(0)}, check=check)(v)

@@ -220,9 +220,9 @@ def test_who_looks_at_the_storage_is_told(mesh):
         return whole + made
     refused(lambda: local_map(numbers, [R], check=True)(x, whole), "writes what is varying", line_of(numbers, "made[:]"))
 
-    def collected(x, group=mesh.get_group("tp")):
+    def collected(x):
         z = ops.stop_gradient(x.sum(0))
-        group.all_reduce_(z).wait()
+        mesh.get_group("tp").all_reduce_(z).wait()
         return z
     refused(lambda: local_map(collected, [P], check=True)(x), "and is replicated")
 
@@ -234,8 +234,8 @@ def test_a_constant_that_takes_what_has_a_gradient_has_one(mesh):
         z = mint.zeros((6,))
         z[:] = w
         return z
-    refused(lambda: local_map(lambda w: kept(convert(w, "tp", "R")), [R], ([R],), in_grad_placements=([R],), check=True)(whole),
-            "which is invariant, and is replicated")
+    run = local_map(lambda w: kept(convert(w, "tp", "R")), [R], ([R],), in_grad_placements=([R],), check=True)
+    refused(lambda: run(whole), "which is invariant, and is replicated")
 
 
 def test_ways_that_types_do_not_follow(mesh):

@@ -17,6 +17,7 @@ from ...comm.group import Group
 from ...comm.record import active
 from ...core.mesh import DeviceMesh
 from ...core.placements import chunk_bounds
+from ...dispatch.operands import dtype_name
 from ...errors import ConfigError, MeshError
 from ...internals.names import Function
 from ...ops.local.dtypes import full
@@ -86,6 +87,7 @@ def all_gather(x: Tensor, axis: str, dim: int = 0, *, to: str = "I", size: int |
 
     Raises:
         OpRuleError: in a check, `x` does not vary.
+        ConfigError: there is no such dim.
         CommError: parts that are not chunks of `size`.
 
     Example:
@@ -97,7 +99,7 @@ def all_gather(x: Tensor, axis: str, dim: int = 0, *, to: str = "I", size: int |
         DTensor(f32[3, 2], mesh=(tp=1), rank 0 holds [3, 2])
     """
     _one_of("all_gather", to, "RI")
-    group, dim = _group("all_gather", axis), dim % x.ndim
+    group, dim = _group("all_gather", axis), _dim("all_gather", x, dim)
     bounds = chunk_bounds(x.shape[dim] * group.size if size is None else size, group.size)
     back = _scattered(group, dim, bounds) if to == "R" else _cut(group, dim, bounds)
     return _run("all_gather", x, axis, to, _gathered(group, dim, bounds), back)
@@ -109,10 +111,11 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
     Args:
         x: a summand of the whole.
         axis: an axis of the mesh.
-        dim: the dim that is cut into chunks.
+        dim: the dim that is cut; the axis divides it.
 
     Raises:
         OpRuleError: in a check, `x` is no summand and does not vary.
+        ConfigError: there is no such dim, or the axis does not divide it.
 
     Example:
         >>> import ms_dtensor as md
@@ -122,7 +125,8 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
         >>> piece(md.DTensor.from_local(md.ones(4, device_mesh=mesh).to_local(), mesh, [md.Partial()]))
         DTensor(f32[4@tp], mesh=(tp=1), rank 0 holds [4])
     """
-    group, dim = _group("reduce_scatter", axis), dim % x.ndim
+    group, dim = _group("reduce_scatter", axis), _dim("reduce_scatter", x, dim)
+    _divided("reduce_scatter", x, dim, group)
     bounds = chunk_bounds(x.shape[dim], group.size)
     return _run("reduce_scatter", x, axis, "V", _scattered(group, dim, bounds), _gathered(group, dim, bounds), dim)
 
@@ -138,7 +142,7 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
 
     Raises:
         OpRuleError: in a check, `x` does not vary.
-        ConfigError: the axis does not divide the dim.
+        ConfigError: there is no such dim, or the axis does not divide it.
 
     Example:
         >>> import ms_dtensor as md
@@ -148,11 +152,10 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
         >>> turn(md.ones((3, 2), device_mesh=mesh, placements=[md.Shard(0)]))
         DTensor(f32[3, 2@tp], mesh=(tp=1), rank 0 holds [3, 2])
     """
-    group, a, b = _group("all_to_all", axis), split_dim % x.ndim, concat_dim % x.ndim
-    n, each = group.size, x.shape[concat_dim % x.ndim]
-    if x.shape[a] % n:
-        raise ConfigError(f"For 'all_to_all', dim {a} of {x.shape[a]} is not divided by {n} ranks.", f"{list(x.shape)}",
-                          "Every rank gets as much of it.", f"pad it to a multiple of {n}")
+    group = _group("all_to_all", axis)
+    a, b = _dim("all_to_all", x, split_dim, "split_dim"), _dim("all_to_all", x, concat_dim, "concat_dim")
+    n, each = group.size, x.shape[b]
+    _divided("all_to_all", x, a, group)
     parts = [x.shape[a] // n] * n
 
     def turn(split, splits, concat, concats):
@@ -176,7 +179,7 @@ def convert(x: Tensor, axis: str, to: str, dim: int = 0) -> Tensor:
 
     Raises:
         OpRuleError: in a check, `x` is of another type.
-        ConfigError: `to` is none of these.
+        ConfigError: `to` is none of these, or there is no such dim.
 
     Example: a bias is added to a sum once:
         >>> import ms_dtensor as md
@@ -193,7 +196,7 @@ def convert(x: Tensor, axis: str, to: str, dim: int = 0) -> Tensor:
         return _run("convert", x, axis, to, _same, _summed(group) if to == "R" else _on_first(group))
     if to == "P":
         return _run("convert", x, axis, to, _on_first(group), _on_first(group))
-    dim %= x.ndim
+    dim = _dim("convert", x, dim)
     bounds = chunk_bounds(x.shape[dim], group.size)
     return _run("convert", x, axis, to, _cut(group, dim, bounds), _padded(group, dim, bounds), dim)
 
@@ -272,6 +275,22 @@ def _one_of(who: str, letter: str, letters: str, name: str = "to") -> None:
     if letter not in tuple(letters):
         raise ConfigError(f"For '{who}', '{name}' is {letter!r}.", "", f"It is one of {', '.join(letters)}.",
                           ", ".join(f"{k} for {spmd.WORDS[k]}" for k in letters))
+
+
+def _dim(who: str, x: Tensor, dim: int, name: str = "dim") -> int:
+    """A dim of a tensor, counted from its first."""
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ConfigError(f"For '{who}', '{name}' is {dim!r}.", f"{dtype_name(x.dtype)}{list(x.shape)}",
+                          f"It is one of the tensor's {x.ndim} dims, counted from the first or, below 0, from the last.",
+                          f"an int from {-x.ndim} to {x.ndim - 1}" if x.ndim else "x.reshape(1) has a dim")
+    return dim % x.ndim
+
+
+def _divided(who: str, x: Tensor, dim: int, group: Group) -> None:
+    if x.shape[dim] % group.size:
+        raise ConfigError(f"For '{who}', dim {dim} of {x.shape[dim]} is not divided by {group.size} ranks.",
+                          f"{dtype_name(x.dtype)}{list(x.shape)}", "Every rank gets as much of it.",
+                          f"pad it to a multiple of {group.size}")
 
 
 def _same(x):
