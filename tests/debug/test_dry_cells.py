@@ -2,6 +2,7 @@
 """Cells of users in a dry run: what MindSpore's own make of their parameters, and what cells have methods for."""
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn
@@ -77,3 +78,26 @@ def test_a_model_that_was_made_before_keeps_its_values(lay_out):
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         lay_out(net, mesh)
         assert np.isfinite(net[0].weight.full_tensor().asnumpy()).all()
+
+
+@pytest.mark.parametrize("kind", [ms.float16, ms.bfloat16], ids=["f16", "bf16"])
+def test_products_of_several_dtypes_are_refused_as_mindspore_refuses_them(kind):
+    """Of bfloat16 a host computes in float32, so it takes both; a device does not."""
+    seen = []
+    for world in (comm.fake_world(2), dry_run(world=2, device="CPU"), dry_run(world=2, device="Ascend")):
+        with world:
+            mesh = md.init_device_mesh("npu" if len(seen) == 2 else "cpu", (2,), mesh_dim_names=("dp",))
+            x = md.ones(4, 8, device_mesh=mesh, placements=[md.Shard(0)])
+            w, b = md.ones(3, 8, device_mesh=mesh, dtype=kind), md.ones(3, device_mesh=mesh, dtype=kind)
+            refused = 0
+            for product in (lambda x, w, b: mint.nn.functional.linear(x, w), lambda x, w, b: x @ w.T,
+                            lambda x, w, b: mint.nn.functional.linear(x, w.astype(ms.float32), b),
+                            lambda x, w, b: mint.bmm(x.reshape(4, 1, 8), w.T.expand((4, 8, 3)))):
+                product(x, w.astype(ms.float32), b.astype(ms.float32))
+                try:
+                    product(x, w, b)
+                except TypeError as error:
+                    assert "same" in str(error)
+                    refused += 1
+            seen.append(refused)
+    assert seen == ([4, 4, 4] if kind == ms.float16 else [0, 0, 4])

@@ -32,7 +32,7 @@ from ...dispatch.op_plan import Abstract
 from ...dispatch.operands import DIFFERENTIABLE, as_local, dtype_name, local_alias, make, wrap
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
-from ...internals.names import Function, enabled, recording
+from ...internals.names import Function, enabled, recompute_module, recording
 from .abstract import Ledger, nameless, on_storage_of
 from .forks import Fork, Made
 from .formulas import BY_NUMPY, backward_flops, flops, kept, passes, stays, within
@@ -165,6 +165,10 @@ class Executor(Told):
         what = run.abstract
         if what.shapes is None:
             return self.by_data(run, call, tensors)
+        kinds = {self._computed_in(x) for x in tensors if _differentiable(x)} if what.op in ("matmul", "linear") else ()
+        if len(kinds) > 1 and not recompute_module.get_curr_amp_strategy():  # which casts them
+            raise TypeError(f"For '{what.op}' at {user_site()}, the types of operands should be the same, but got "
+                            f"{', '.join(sorted(kinds))}.")
         name = getattr(call.func, "name", "")
         dtypes = [dtype_of(_BY_NAME.get((what.op, name), dtype)) for dtype in what.dtypes]
         single = len(what.shapes) == 1 and what.op not in _SEVERAL
@@ -176,6 +180,10 @@ class Executor(Told):
         if name in _NO_GRADIENT:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         return self._recorded(what, tensors, dtypes, single, cost, event, run.constants)
+
+    def _computed_in(self, x) -> str:
+        """The dtype in which a product takes an operand: a host has no products of bfloat16."""
+        return "float32" if self.on_host and dtype_name(x.dtype) == "bfloat16" else dtype_name(x.dtype)
 
     def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), scratch=None):
         """The results of an op, with its node where gradients are recorded; `scratch` as of `node`."""
