@@ -208,8 +208,9 @@ def test_factories_parse_and_refuse():
         assert md.arange(2, 13, 3, device_mesh=mesh, placements=[S(0)]).to_local().asnumpy().tolist() == [8, 11]
         assert np.allclose(md.linspace(0, 1, 5, device_mesh=mesh, placements=[S(0)]).to_local().asnumpy(), [0.75, 1])
         assert md.empty(0, 3, device_mesh=mesh, placements=[S(0)]).local_shape == (0, 3)
-        with mesh:
-            assert md.zeros(2).device_mesh == mesh  # a value: one that was made before may stand for it
+        own = md.init_device_mesh("cpu", (2,), mesh_dim_names=("of_this_test",))  # no equal one was made before
+        with own:
+            assert md.zeros(2).device_mesh is own
         for call in (lambda: md.zeros(-1, device_mesh=mesh), lambda: md.zeros((2,), mesh, [S(0)], 1),
                      lambda: md.rand((2,), mesh, [Partial()]), lambda: md.zeros_like(ms.Tensor([1.0])),
                      lambda: md.zeros((2.5,), mesh), lambda: init.normal_(ms.Tensor([1.0]))):

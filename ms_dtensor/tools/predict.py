@@ -19,6 +19,7 @@ from ..core.files import regular
 from ..core.plain_yaml import plain_yaml
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
 from ..debug.predict.search import GIB, keys, transformer
+from ..debug.predict.transformer import counts
 from ..errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")  # of a recipe's products
@@ -118,8 +119,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def check_numbers(config: Path, told: dict[str, Any]) -> None:
     """Refuses degrees and sizes of a run that are none, of options and of a recipe."""
-    counts = ("dp", "cp", "tp", "pp", "ep", "hsdp", "batch", "seq", "micro_batches", "world")
-    wrong = {name: told[name] for name in counts if name in told and (type(told[name]) is not int or told[name] < 1)}
+    names = ("dp", "cp", "tp", "pp", "ep", "hsdp", "batch", "seq", "micro_batches", "world")
+    wrong = {name: told[name] for name in names if name in told and not counts(told[name])}
     if wrong:
         raise ConfigError(f"For '{config}', a number of the run is none.",
                           ", ".join(f"{name} = {value!r}" for name, value in wrong.items()),
