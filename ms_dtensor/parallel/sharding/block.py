@@ -69,7 +69,6 @@ class Block:
         self._numbers = [range(*pair) for pair in itertools.pairwise(ends)]  # in `parts`, of each parameter's tensors
         self.widths = [sum(self.parts.widths[j] for j in some) for some in self._numbers]  # of each one's place in a row
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._own: tuple[list, Tensor] | None = None  # this rank's row, as a forward has packed it, and `_writes` then
         self._gathered: list | None = None  # of a dry run, `_writes` when it was gathered
@@ -84,12 +83,12 @@ class Block:
         """What the node gives: the whole parameter; where gradients are reduced in another dtype, to which MindSpore casts
         a gradient as its tensor has it, a stand-in of that dtype, in the memory of one number."""
         if self.reduce_dtype is None:
-            return self.tensor(i)
+            return self.memory.tensor(i)
         return blank(self.shapes[i], self.reduce_dtype)
 
     def straight(self) -> bool:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
-        return on_cpu() and self.group.size > 1 and self._memory().window is not None
+        return on_cpu() and self.group.size > 1 and self.memory.window is not None
 
     # -- rows, of what `_ops` work on --------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class Block:
             kind, size = self.reduce_dtype or next(iter(grads.values())).dtype, self.group.size
             if self.straight() and all(g.dtype == kind for g in grads.values()):
                 tensors = {j: x for i, g in grads.items() for j, x in self._each(i, g, self.parts.shapes)}
-                places = {i: math.prod(self._shape(i)) for i in grads}
+                places = {i: math.prod(self.params[i].local_shape) for i in grads}
                 return Work(self.group.reduce_scatter_from(tensors, self.parts)), places
             places = {i: self.widths[i] for i in grads}
             given = grads if executing() is not None else {i: self._ops.of(g) for i, g in grads.items()}
@@ -207,23 +206,14 @@ class Block:
         """This rank's pieces, by number of the parameter, from flat memory in which these are their places."""
         ops, out, at, dry = self._ops, {}, 0, executing()
         if dry is not None:
-            return {i: dry.on_storage_of(flat, self._shape(i)) for i in places}
+            return {i: dry.on_storage_of(flat, self.params[i].local_shape) for i in places}
         with NoFallbackGuard():
             row = ops.of(flat)
             for i, elements in places.items():
-                shape = self._shape(i)
+                shape = self.params[i].local_shape
                 out[i] = ops.tensor(ops.shaped(ops.take(row, 0, at, at + math.prod(shape)), shape))
                 at += elements
         return out
-
-    def _own_shapes(self) -> list[tuple[int, ...]]:
-        """Of this rank's pieces of tensors."""
-        return [self.parts.shape(j, self.group.rank_index) for j in range(len(self.parts.shapes))]
-
-    def _shape(self, i: int) -> tuple[int, ...]:
-        """Of this rank's shard of parameter `i`."""
-        first, *others = (self.parts.shape(j, self.group.rank_index) for j in self._numbers[i])
-        return (sum(shape[0] for shape in (first, *others)), *first[1:]) if others else first
 
     def _each(self, i: int, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, Tensor]]:
         """What parameter `i`, or a shard of it, has of each of its tensors, by their numbers, on the same memory."""
@@ -242,9 +232,9 @@ class Block:
             self._gathered = self._writes()
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
-                shapes = self._own_shapes()
+                shapes = [self.parts.shape(j, self.group.rank_index) for j in range(len(self.parts.shapes))]
                 own = [piece for i, x in enumerate(own) for _, piece in self._each(i, x, shapes)]
-                self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
+                self._work = self.group.all_gather_into(own, self.memory.window, self.parts, self.dtype, async_op=later)
                 return
             group, given = self.near, self.part
             if given is None:
@@ -284,13 +274,12 @@ class Block:
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
-            memory = self._memory()
-            memory.claim(room)
+            self.memory.claim(room)
             if executing() is not None:
-                memory.filled(gathered)
+                self.memory.filled(gathered)
                 return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
-            for at, width, order, place in memory.lying(self._places_in_memory):
+            for at, width, order, place in self.memory.lying(self._places_in_memory):
                 self._ops.write(place, order(self._ops.take(rows, 1, at, at + width)))
 
     def _places_in_memory(self) -> list[tuple[int, int, Callable[[Any], Any], Any]]:
@@ -298,7 +287,7 @@ class Block:
 
         Kept, as the host's calls for these views are what a device waits for.
         """
-        at, n, ops, memory, starts = 0, self.group.size, self._ops, self._memory(), self.parts.starts
+        at, n, ops, memory, starts = 0, self.group.size, self._ops, self.memory, self.parts.starts
         out: list[tuple[int, int, Callable[[Any], Any], Any]] = []
         for some in self.parts.alike():
             width, stretches = len(some) * self.parts.widths[some[0]], self.parts.stretches(some[0])
@@ -320,27 +309,13 @@ class Block:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> Memory:
-        if self.memory is None:
-            if not on_cpu():
-                self.memory = RoomMemory(self.shapes, self.dtype, self._leaves)
-            else:
-                kind = HostMemory if executing() is None else AbstractMemory
-                self.memory = kind(self.shapes, self.dtype, self.group.backend)
-        return self.memory
-
-    def room(self) -> Room:
-        """On a device, where the memory is."""
-        return self._memory().room()
-
-    def bring(self, room: Room | None) -> None:
-        """On a device, the memory, which is full, is in this room, too; None: where it was."""
-        with NoFallbackGuard():
-            self._memory().bring(room)
-
-    def tensor(self, i: int) -> Tensor:
-        """A new tensor on the memory, which is full."""
-        return self._memory().tensor(i)
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """Where the parameters are whole while it is full."""
+        if not on_cpu():
+            return RoomMemory(self.shapes, self.dtype, self._leaves)
+        kind = HostMemory if executing() is None else AbstractMemory
+        return kind(self.shapes, self.dtype, self.group.backend)
 
     def release(self, keep_part: bool = False, pages: bool = True) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
@@ -354,13 +329,12 @@ class Block:
             with NoFallbackGuard():
                 wholes = {i: None if executing() is not None else self.memory.array(i) for i in range(len(self.params))}
                 self.part = self._rows(wholes, first, first + each, self.dtype)
-        if self.memory is not None and (pages or not self.straight()):
+        if pages or not self.straight():
             self.memory.release()
 
     def give_up(self) -> None:
         """A gathering that is under way will not end."""
         self._work = None
-        self.forget_row()
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
@@ -381,7 +355,7 @@ class Block:
     def _mine(self, i: int) -> list[Tensor]:
         """This rank's piece of parameter `i` in the memory, if it has one."""
         me, ops, some = self.group.rank_index, self._ops, self._numbers[i]
-        wholes = self._split(self._memory().array(i), [self.parts.shapes[j][0] for j in some])
+        wholes = self._split(self.memory.array(i), [self.parts.shapes[j][0] for j in some])
         pieces = [ops.shaped(x, self.parts.shape(j, me)) for j, whole in zip(some, wholes)
                   for _, x in self._pieces(j, whole, me, me + 1)]
         return [ops.tensor(ops.join(pieces, 0))] if pieces else []

@@ -205,7 +205,7 @@ class Call:
                     memo_of(out[k]).reads = p._memo.reads
             else:
                 block, i = unit.place[k]
-                held, layout = block.tensor(i), block.whole[i]
+                held, layout = block.memory.tensor(i), block.whole[i]
                 if self.recorded and k not in of and p.ndim < 2:
                     # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
                     # that may not lie in memory that goes
@@ -244,7 +244,7 @@ class Call:
     def overwrite(self, param, local: Tensor) -> None:
         """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
         block, i = self.unit.place[id(param)]
-        write(block.tensor(i), local)
+        write(block.memory.tensor(i), local)
 
     def _renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
@@ -253,7 +253,7 @@ class Call:
             self.unit.unshard("forward", rooms=self.rooms)
             if key in self.copied:
                 block, i = self.unit.place[key]
-                write(local_alias(x), block.tensor(i))
+                write(local_alias(x), block.memory.tensor(i))
         else:
             write(local_alias(x), local_alias(x.inited_param))
 
@@ -272,7 +272,7 @@ class Call:
         """An output, with memory of its own: not that of gathered parameters, which goes."""
         unit = self.unit
         if on_cpu():
-            lies = any(block.memory is not None and block.memory.holds(x) for block in unit.blocks)
+            lies = any(block.memory.holds(x) for block in unit.blocks)
         else:  # its address would wait for the device
             seen = x
             while isinstance(seen, DTensor) and seen._memo is not None and seen._memo.view_of is not None:

@@ -48,6 +48,10 @@ class Memory:
         """The same as what packing works on."""
         return self.tensor(i)
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here; of a host's memory."""
+        raise NotImplementedError
+
     def joined(self, start: int, stop: int) -> Any:
         """Elements [start, stop), of one tensor or of several, as what packing works on."""
         raise NotImplementedError
@@ -103,7 +107,6 @@ class HostMemory(Memory):
         return self._elements[start:stop]
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies here."""
         return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
 
     def release(self) -> None:
@@ -136,7 +139,6 @@ class AbstractMemory(Memory):
         return self._dry.on_storage_of(self._flat, self.shapes[i])
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies here."""
         return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from mindspore import Tensor
 
 from ...comm.packing import copy, write
 from ...comm.pretended import executing
-from ...internals.names import no_grad
+from ...internals.names import NoFallbackGuard, no_grad
 from .memory import Memory
 
 _ROOMY = 2  # how many times what it needs a block takes at most, where there is nothing smaller
@@ -151,8 +151,9 @@ class RoomMemory(Memory):
         if room in self.rooms:
             self.rooms.remove(room)
         self.rooms.insert(0, room)  # whence tensors are made
-        if not room.enter(self):
-            room.fill(values)
+        with NoFallbackGuard():
+            if not room.enter(self):
+                room.fill(values)
 
     def release(self) -> None:
         rooms, self.rooms = self.rooms, []

@@ -210,7 +210,7 @@ class Unit:
         pairs = zip(self.blocks, rooms or itertools.repeat(None))
         if self.state is State.WHOLE:
             for block, room in () if on_cpu() else pairs:
-                block.bring(room)
+                block.memory.bring(room)
             return
         self.log("unshard", phase)
         with no_grad():
@@ -222,7 +222,7 @@ class Unit:
 
     def rooms(self) -> tuple[Room, ...]:
         """On a device, where the blocks are, which are whole: tensors that are made of them now lie there."""
-        return () if on_cpu() else tuple(block.room() for block in self.blocks)
+        return () if on_cpu() else tuple(block.memory.room() for block in self.blocks)
 
     def has(self, rooms: Sequence[Room]) -> bool:
         """Whether it is whole, and has these rooms."""
