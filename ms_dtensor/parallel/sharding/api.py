@@ -31,7 +31,7 @@ from ..layouts import OUTER, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import batch_over
-from .call import UNIT, runs_as_unit, units_of
+from .call import UNIT, cells_in, runs_as_unit, units_of
 from .local import Mode
 from .methods import METHODS
 from .unit import DataAxes, Unit, lift
@@ -360,8 +360,8 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
     """Lays the parameters of cells out, but for those ignored and in the cells `but`, and lets the cells run as one unit."""
     data, names = axes.mesh, set(axes.mesh.mesh_dim_names)
     left = {id(p): p.__dict__.setdefault(SHARDED_BY, "") for p in map(current, ignored)}
-    apart = {id(c) for cell in but for _, c in cell.cells_and_names()}
-    inside = list({id(c): c for cell in cells for _, c in cell.cells_and_names() if id(c) not in apart}.values())
+    apart = set(map(id, cells_in(*but)))
+    inside = [c for c in cells_in(*cells) if id(c) not in apart]
     found = [(c, key, p) for c in inside for key, held in c._params.items()
              if held is not None and id(p := current(held)) not in left]
     whole = _whole_mesh(who, found, data, mode)

@@ -55,10 +55,10 @@ def runs_as_unit(given: Callable) -> Callable:
     return run
 
 
-def cells_in(cell: nn.Cell) -> Iterator[nn.Cell]:
-    """A cell and those inside, each once, in the order of `cells_and_names`, which makes names and takes several times as
+def cells_in(*cells: nn.Cell) -> Iterator[nn.Cell]:
+    """Cells and those inside, each once, in the order of `cells_and_names`, which makes names and takes several times as
     long."""
-    seen, left = set[int](), [cell]
+    seen, left = set[int](), list(reversed(cells))
     while left:
         one = left.pop()
         if id(one) not in seen:
@@ -69,7 +69,7 @@ def cells_in(cell: nn.Cell) -> Iterator[nn.Cell]:
 
 def units_of(*cells: nn.Cell) -> list[Unit]:
     """The units of cells and of those inside, each once, in an order that all ranks have."""
-    return list({c.__dict__[UNIT]: None for cell in cells for c in cells_in(cell) if UNIT in c.__dict__})
+    return list({c.__dict__[UNIT]: None for c in cells_in(*cells) if UNIT in c.__dict__})
 
 
 def held_back(units: list[Unit]) -> set[int]:
@@ -77,7 +77,7 @@ def held_back(units: list[Unit]) -> set[int]:
 
     Not a question to the parameter: it may lie in several stages of one rank, each with a unit of its own.
     """
-    return {key for unit in units if not unit.reduction.sync for key in unit.reduction.params}
+    return {key for unit in units if not unit.reduction.sync for key in unit.params}
 
 
 class Call:
@@ -152,7 +152,7 @@ class Call:
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
         try:
-            with standing(slots, self.stand_ins, self._write_back, self._renew):
+            with standing(self, slots, self.stand_ins):
                 yield
         finally:
             standing_in.reset(token)
@@ -171,7 +171,7 @@ class Call:
             unit.reshard(keep_part=self.recorded)
 
     def _slots_in(self, cell: nn.Cell) -> list:
-        inside = {id(c) for _, c in cell.cells_and_names()}
+        inside = set(map(id, cells_in(cell)))
         return [slot for slot in self.unit.standing if id(slot[0]) in inside]
 
     def _note_order(self, step: Call, again: bool) -> str:
@@ -232,7 +232,8 @@ class Call:
         if not self.unit.local:
             lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied))
 
-    def _write_back(self, key: int, x: Tensor) -> None:
+    def write_back(self, key: int, x: Tensor) -> None:
+        """What stood for a parameter was written."""
         if key in self.unit.place:
             if key in self.copied:
                 self.overwrite(x.inited_param, local_alias(x))
@@ -246,7 +247,7 @@ class Call:
         block, i = self.unit.place[id(param)]
         write(block.memory.tensor(i), local)
 
-    def _renew(self, x: Tensor) -> None:
+    def renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
         key = id(x.inited_param)
         if key in self.unit.place:
@@ -265,7 +266,7 @@ class Call:
         self.enter()
         self.unit.unshard("backward", rooms=self.rooms)  # if it has others, too
         call.rooms = self.rooms
-        with standing(slots, call._made(slots), call._write_back, call._renew):
+        with standing(call, slots, call._made(slots)):
             yield call
 
     def apart(self, x: Tensor) -> Tensor:

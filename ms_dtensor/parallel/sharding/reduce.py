@@ -131,7 +131,7 @@ class Reduction:
     """Of one unit."""
 
     def __init__(self, unit: Unit):
-        self.unit, self.params = unit, {id(p): p for _, _, p in unit.slots}
+        self.unit, self.params = unit, unit.params
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self.owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy

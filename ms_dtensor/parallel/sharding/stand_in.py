@@ -71,21 +71,16 @@ def lend(call: Call, tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Tensor], None],
-             renew: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, the slots hold what stands for their parameters.
+def standing(call: Call, slots: list, stand_ins: dict[int, Tensor]) -> Iterator[None]:
+    """Inside, the slots, (cell, key, parameter) each, hold what stands for their parameters, given by these parameters' ids.
 
-    Args:
-        slots: (cell, key, parameter).
-        stand_ins: by id of the parameter.
-        keep: is given the id and what stood there, if that was written.
-        renew: is given what stands there when the parameter itself was written: cells list the parameters themselves.
+    The call hears of what was written: there (`write_back`), or to a parameter itself (`renew`), as cells list these.
     """
     watched = {k: x for k, x in stand_ins.items() if not isinstance(x, DTensorParameter)}  # else it stands for itself
     given, versions = set[int](), {k: x._version for k, x in watched.items()}
     for k, x in watched.items():
         x.set_data = x.assign_value = functools.partial(_take, given, k, weakref.ref(x))
-        memo_of(x.inited_param).stood_for = functools.partial(renew, x)
+        memo_of(x.inited_param).stood_for = functools.partial(call.renew, x)
 
     def put(held: Callable) -> None:
         for cell, key, p in slots:
@@ -100,7 +95,7 @@ def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Ten
         for k, x in watched.items():
             memo_of(x.inited_param).stood_for = None
             if k in given or written_since(x, versions[k]):  # also where the cell has raised, as on one device
-                keep(k, x)
+                call.write_back(k, x)
 
 
 def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):

@@ -96,6 +96,7 @@ class Unit:
                  bucket_mb: float):
         self.who, self.cells, self.slots, self.tied, self.axes, self.mesh = who, cells, slots, tied, axes, axes.mesh
         self.mode, self.policy, self.bucket_mb = mode, policy, bucket_mb
+        self.params = {id(p): p for _, _, p in slots}
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
         self.state, self.reshards, self.kept_by_user = State.SHARDED, axes.neighbours > 0, False
@@ -107,14 +108,15 @@ class Unit:
         self.blocks, self.place = self._made()
         # where others stand meanwhile
         self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or self.local or policy.changes(s[2])]
-        self.partial_on = {id(p): self._summed_on(p) for _, _, p in slots}
+        self.partial_on = {key: self._summed_on(p) for key, p in self.params.items()}
         self.reduction = Reduction(self)
 
     def _described(self) -> str:
-        names = list(dict.fromkeys(p.name for _, _, p in self.slots))
+        names = list(dict.fromkeys(p.name for p in self.params.values()))
         text = f"{self.who}({self.name}: {names[0] + (', ...' if names[1:] else '') if names else 'no parameters'})"
         # Sums over tensor-parallel axes have the label, too: whoever holds the parameters counts alike.
-        holders = tuple(sorted({r for m in (self.mesh, *(p.device_mesh for _, _, p in self.slots)) for r in m.rank_list}))
+        meshes = self.mesh, *(p.device_mesh for p in self.params.values())
+        holders = tuple(sorted({rank for mesh in meshes for rank in mesh.rank_list}))
         _alike[holders, text] += 1
         return text if _alike[holders, text] == 1 else f"{text} no. {_alike[holders, text]}"
 
@@ -130,7 +132,7 @@ class Unit:
     def _made(self) -> tuple[list[Block], dict[int, tuple[Block, int]]]:
         """Blocks by dtype, and of each cut parameter its block and number there."""
         by_dtype: dict[str, list] = {}
-        for p in {id(p): p for _, _, p in self.slots}.values():
+        for p in self.params.values():
             if not p.placements[self._on(p)[-1]].is_replicate():
                 by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
         blocks, place, near = [], {}, self.axes.near() if by_dtype else None
@@ -162,12 +164,13 @@ class Unit:
 
     def end_gradient(self) -> None:
         """The gradient has been taken; a row that no backward has asked for, as of what was detached, is kept no longer."""
-        self._forget_rows()
+        for block in self.blocks:
+            block.forget_row()
 
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
         self.end_backward()
-        self._forget_rows()
+        self.end_gradient()
         self.reduction.abandon()
 
     def give_up(self) -> None:
@@ -178,7 +181,7 @@ class Unit:
 
     def move_to(self, whole: DeviceMesh) -> None:
         """The unit's parameters lie on a mesh of more axes from here on, alike along the new ones: as on coordinate 0."""
-        for p in {id(p): p for _, _, p in self.slots}.values():
+        for p in self.params.values():
             new = [a for a in whole.mesh_dim_names if a not in p.device_mesh.mesh_dim_names]
             if new and set(p.device_mesh.mesh_dim_names) < set(whole.mesh_dim_names):
                 group = whole.get_group(new)
@@ -251,7 +254,7 @@ class Unit:
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
         """Gives the memory back, unless the user keeps it; `keep_part`: but for what the backward gathers again."""
         if not (keep_part and self.state is State.WHOLE):
-            self._forget_rows()
+            self.end_gradient()
         if not self.blocks or self.kept_by_user and not forced:
             return
         if self.state is not State.SHARDED:
@@ -262,10 +265,6 @@ class Unit:
             else:
                 block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
         self.state = State.SHARDED
-
-    def _forget_rows(self) -> None:
-        for block in self.blocks:
-            block.forget_row()
 
     def begin(self) -> None:
         """A forward of the outermost cell begins: whatever has written the shards meanwhile, they are gathered anew."""
@@ -312,7 +311,7 @@ class Unit:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}"))
-        empty = [p.name for p in dict.fromkeys(p for _, _, p in self.slots) if is_meta(p)]
+        empty = [p.name for p in self.params.values() if is_meta(p)]
         if empty:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} have no values.", ", ".join(empty[:5]),
                               'They were made inside of DeviceCtx("meta").', "model.to_empty(), and fill them: p.normal_()")
