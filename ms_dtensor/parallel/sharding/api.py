@@ -30,7 +30,7 @@ from ...tensor.dtensor import DTensor
 from ..layouts import OUTER, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
-from .batch import batch_over
+from .batch import BATCH, batch_over
 from .call import UNIT, cells_in, runs_as_unit, units_of
 from .local import Mode
 from .methods import METHODS
@@ -381,7 +381,7 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
         around_construct(cell, runs_as_unit)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
-        if mode is Mode.LOCAL:
-            local.plain_in_and_out(cell, who)
-        else:
-            batch_over(cell, data, axes.given, who, unit.label)
+        before, after = cell.__dict__[BATCH] = local.plain_in_and_out(who) if mode is Mode.LOCAL else batch_over(
+            cell, data, axes.given, who, unit.label)
+        cell.register_forward_pre_hook(before, with_kwargs=True)
+        cell.register_forward_hook(after)

@@ -2,6 +2,8 @@
 """The batch of data parallelism: plain inputs are this rank's rows, and what comes back is of the global batch."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mindspore import Tensor, nn
 
 from ... import comm
@@ -18,8 +20,8 @@ from ..layouts import HANDED_OUT, OUTER, ROOT, enter, global_shape, taken_back
 BATCH = "_ms_dtensor_batch"  # cell attribute: what is done with its inputs, and with its outputs
 
 
-def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, label: str) -> None:
-    """Lets a cell take plain inputs as rows of the global batch, and return DTensors.
+def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, label: str) -> tuple[Callable, Callable]:
+    """Hooks by which a cell takes plain inputs as rows of the global batch, and returns DTensors.
 
     `given` is the mesh of which `mesh` has the axes, none of them flattened: rows are chunks over that.
     Rows are what comes from outside into the outermost cell of data parallelism. Inside, a plain tensor is what it is
@@ -51,9 +53,8 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, l
         if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):
             return None
         return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT], who), outputs, Tensor)
-    module.__dict__[ROOT], module.__dict__[BATCH] = 0, (before, after)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.__dict__[ROOT] = 0
+    return before, after
 
 
 def _is_rows(x) -> bool:

@@ -26,7 +26,6 @@ from ...errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from ...internals.names import NoFallbackGuard, recording, set_requires_grad
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
-from .batch import BATCH
 from .stand_in import UnshardedDTensor
 
 if TYPE_CHECKING:
@@ -137,8 +136,8 @@ def kept(call: Call, p: Any) -> Tensor:
     return stands_for(call, p, x, layout, False)
 
 
-def plain_in_and_out(module: nn.Cell, who: str) -> None:
-    """Lets a cell refuse DTensors, in its inputs and its outputs."""
+def plain_in_and_out(who: str) -> tuple[Callable, Callable]:
+    """Hooks by which a cell refuses DTensors, in its inputs and its outputs."""
     def refuse(cell, side: str, values) -> None:
         found = [x for x in leaves(values, DTensor) if not isinstance(x, LocalWeight)]
         if found:
@@ -153,9 +152,7 @@ def plain_in_and_out(module: nn.Cell, who: str) -> None:
 
     def after(cell, inputs, outputs):
         refuse(cell, "outputs", outputs)
-    module.__dict__[BATCH] = before, after
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    return before, after
 
 
 def check(who: str, mode: Mode, cells: list[nn.Cell], inner: list[Unit], tied: list) -> None:
