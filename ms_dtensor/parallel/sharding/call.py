@@ -88,6 +88,7 @@ class Call:
         self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
         if self.holding is not None and unit.local:
             raise local.no_parts(unit)
+        self.stands = bool(unit.standing)  # whether other tensors stand in the place of parameters
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
@@ -104,17 +105,6 @@ class Call:
         """Whether a gradient of a parameter is recorded. One node has all of a unit's, so for any one that is asked for
         autograd computes those of all that the node stands for: what is known to be unwanted is left out."""
         return self.recorded and p.requires_grad and (self.sought is None or id(p) in self.sought)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the backward follows within the same call of a gradient: between a recording, or `vjp`, and its backward
-        anybody may write what nobody sees."""
-        return self.recorded and self.sought is not None
-
-    @property
-    def stands(self) -> bool:
-        """Whether other tensors stand in the place of parameters."""
-        return bool(self.unit.standing)
 
     @classmethod
     def of(cls, unit: Unit, cell: nn.Cell) -> Call:
@@ -144,7 +134,9 @@ class Call:
         gives_back = unit.reshards and len(units) < 2 and not again
         if not self.ran:
             when = self._note_order(around[0] if around else self, again)
-            unit.unshard("backward" if again else "forward", when, keep_row=self.goes_on and gives_back)
+            # Between a recording, or `vjp`, and its backward anybody may write what nobody sees.
+            goes_on = self.recorded and self.sought is not None
+            unit.unshard("backward" if again else "forward", when, keep_row=goes_on and gives_back)
             ahead = [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ()
             for other in () if again else ahead:
                 other.prefetch("forward", when)
@@ -196,29 +188,15 @@ class Call:
         if self.holding is not None:
             of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
-            if k not in unit.place and self.unit.local:
+            if k in unit.place:
+                out[k] = self._whole(k, p, of.get(k))
+            elif unit.local:
                 out[k] = local.kept(self, p)
-            elif k not in unit.place:
+            else:
                 read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
                 out[k] = unit.policy.copy_of(read)
                 if out[k] is not read and p._memo is not None:
                     memo_of(out[k]).reads = p._memo.reads
-            else:
-                block, i = unit.place[k]
-                held, layout = block.memory.tensor(i), block.whole[i]
-                if self.recorded and k not in of and p.ndim < 2:
-                    # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
-                    # that may not lie in memory that goes
-                    with no_grad():
-                        held = copy(held)
-                    self.copied.add(k)
-                if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
-                    set_requires_grad(held, False)
-                if self.unit.local:
-                    out[k] = local.gathered(self, p, of.get(k), held)
-                else:
-                    out[k] = wrap(held, layout) if k not in of else _connected(
-                        of[k], held, layout, unit.partial_on[k], block.reduce_dtype, bool(self.holding), self.takes(k))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
@@ -226,6 +204,47 @@ class Call:
         if self.holding is not None:
             for k in (k for k, p in params.items() if p.requires_grad):
                 self.holding.weight(out[k])
+        return out
+
+    def _whole(self, key: int, p, node: Tensor | None) -> Tensor:
+        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
+        block, i = self.unit.place[key]
+        held = block.memory.tensor(i)
+        if node is None:
+            if self.recorded and p.ndim < 2:
+                # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values: that
+                # may not lie in memory that goes
+                with no_grad():
+                    held = copy(held)
+                self.copied.add(key)
+            set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
+        if self.unit.local:
+            return local.gathered(self, p, node, held)
+        return wrap(held, block.whole[i]) if node is None else self._connected(key, node, held)
+
+    def _connected(self, key: int, node: Tensor, data: Tensor) -> Tensor:
+        """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
+        block, i = self.unit.place[key]
+        layout = block.whole[i]
+        if block.reduce_dtype is None and self.holding is None:
+            summand = layout.gradient(self.unit.partial_on[key])
+            out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
+            memo_of(out).source = node, layout, summand
+            return out
+        stand_in = self.summed(key, node)
+        if block.reduce_dtype is None:  # a leaf, of which each use is converted by itself
+            return stand_in
+        out = wrap(as_copy(data, stand_in, block.reduce_dtype, layout.gradient()), layout)
+        memo_of(out).copy_of = stand_in, block.reduce_dtype
+        return out
+
+    def summed(self, key: int, node: Tensor) -> Tensor:
+        """The same, of which summands of the gradient stay what they are; on a device they are kept as they come, so that
+        a block's are cast together."""
+        block, i = self.unit.place[key]
+        out = wrap(node, block.whole[i])
+        memo_of(out).partial_grad_axes = self.unit.partial_on[key]
+        memo_of(out).takes = None if on_cpu() or self.holding is not None else functools.partial(self._take, key)
         return out
 
     def _lend(self, stand_ins: dict[int, Tensor]) -> None:
@@ -320,10 +339,6 @@ class Call:
         for other in ahead if ahead is not None else [self.before.unit] if self.before is not None else ():
             other.prefetch("backward")
 
-    def takes(self, key: int) -> Callable[[Tensor], Tensor | None] | None:
-        """On a device, what keeps a parameter's gradient as it comes, so that a block's are cast together; else None."""
-        return None if on_cpu() or self.holding is not None else functools.partial(self._take, key)
-
     def _take(self, key: int, grad: Tensor) -> Tensor | None:
         unit = self.unit
         if (self, key) in unit.reduction.taken:  # autograd adds up uses before; one more goes to it
@@ -365,22 +380,6 @@ class Call:
                               ("return all tensors that the loss depends on, in tuples, lists, dicts or dataclasses",
                                "take the gradient of frozen parameters, too"))
         self.rooms, self.left = tuple(rooms), ()
-
-
-def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool, takes):
-    """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
-    if reduce_dtype is None and not gate:
-        summand = layout.gradient(partial_on)
-        out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
-        memo_of(out).source = node, layout, summand
-        return out
-    stand_in = wrap(node, layout)
-    memo_of(stand_in).partial_grad_axes, memo_of(stand_in).takes = partial_on, takes
-    if reduce_dtype is None:  # a leaf, of which each use is converted by itself
-        return stand_in
-    out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
-    memo_of(out).copy_of = stand_in, reduce_dtype
-    return out
 
 
 class Unshard(Function):

@@ -114,9 +114,7 @@ def gathered(call: Call, p: Any, node: Tensor | None, held: Tensor) -> Tensor:
     block, i = unit.place[id(p)]
     layout = block.whole[i]
     if node is not None and block.reduce_dtype is not None:
-        to = wrap(node, layout)
-        memo_of(to).partial_grad_axes, memo_of(to).takes = unit.partial_on[id(p)], call.takes(id(p))
-        node = as_copy(held, to, block.reduce_dtype, layout.gradient(unit.partial_on[id(p)]))
+        node = as_copy(held, call.summed(id(p), node), block.reduce_dtype, layout.gradient(unit.partial_on[id(p)]))
     return stands_for(call, p, held if node is None else node, layout, id(p) not in call.copied)
 
 
