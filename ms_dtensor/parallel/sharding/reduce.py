@@ -32,7 +32,7 @@ from ...errors import OpRuleError
 from ...internals.names import NoFallbackGuard, executor, recording
 from ...internals.target import on_cpu
 from ...redistribute.cost import nbytes
-from .sums import Sums, add_main, blank, gradient, is_blank
+from .sums import Sums, add_main, blank, fresh, gradient, is_blank
 
 if TYPE_CHECKING:
     from .block import Block
@@ -86,8 +86,7 @@ class Bucket:
     def _memory(self, elements: int, dtype) -> Tensor:
         if self.on_host:
             return Tensor.from_numpy(self.group.backend.buffer(elements, numpy_dtype(dtype)))
-        dry = executing()
-        return ms.mint.empty((elements,), dtype=dtype) if dry is None else dry.ledger.new((elements,), dtype, "gradients")
+        return fresh((elements,), dtype, zero=False)
 
     def begin(self, seen: str) -> None:
         """Begins to reduce what has arrived, if anything has, side by side in the order of the parameters."""
@@ -231,13 +230,13 @@ class Reduction:
         for block, wholes in given.items():
             if not self.sync or not wholes:
                 continue
-            sums = self._reduced(block, wholes, read)
+            sums = Sums(self, block, wholes, read)
             if on_cpu():
                 out.update(sums.finish())
             else:
                 self._due.append(sums)
                 self._opened()
-        zeros = _zeros if on_cpu() else blank  # no caller keeps these: `_hand_out`
+        zeros = fresh if on_cpu() else blank  # no caller keeps these: `_hand_out`
         return [out[id(p)] if id(p) in out else zeros(p.local_shape, p.dtype)
                 for p in (block.params[i] for block, i in places)]
 
@@ -263,11 +262,6 @@ class Reduction:
             self._owed[key] = gradient(own)
         return grad
 
-    def _reduced(self, block: Block, grads: dict[int, Tensor], when: str) -> Sums:
-        """Begins to add up whole gradients of a block."""
-        self.unit.log("reduce", "backward")
-        return Sums(self, block, grads, when)
-
     def _keep(self, key: int, grad: Tensor) -> Tensor:
         """This rank's summand of the gradient of a kept parameter has arrived."""
         self.check()
@@ -280,7 +274,7 @@ class Reduction:
         with NoFallbackGuard():
             grad = self._with_owed(key, grad, bucket.dtype, self._keeps)
             if self._keeps:
-                return _zeros(param.local_shape, param.dtype)
+                return fresh(param.local_shape, param.dtype)
             self._opened(param.name)
             return bucket.put(number, grad)
 
@@ -288,10 +282,10 @@ class Reduction:
         """On a device: where the sum will lie, or storage of its own, to which sums are added when the caller has it."""
         with NoFallbackGuard():
             self._opened()
-            sums = [each for each in self._due if each.has(key)]
+            sums = [each for each in self._due if key in each.numbers]
             place = sums[0].place(key) if len(sums) == 1 and is_blank(grad) else None
-            own = self._handed[key] = gradient(copy(grad)) if place is None else place
-            return own
+            self._handed[key] = gradient(copy(grad)) if place is None else place
+            return self._handed[key]
 
     def _opened(self, *names: str) -> None:
         """Something has arrived that the end of this backward completes."""
@@ -331,9 +325,9 @@ class Reduction:
             with NoFallbackGuard():
                 late = {i for i, key in asked.items() if key in self.owed_shards and self.sync_copies}
                 due = {i: self._owed.pop(key) if key in self._owed else
-                       _zeros(block.shapes[i], self.owed_shards[key].dtype)
+                       fresh(block.shapes[i], self.owed_shards[key].dtype)
                        for i, key in asked.items() if key in self._owed or i in late}
-            sums |= self._reduced(block, due, "owed").finish() if due else {}
+            sums |= Sums(self, block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
             if not self._keeps:
                 self._deliver_kept(gradients, sums)
@@ -393,11 +387,6 @@ def _when_it_comes(param, method: Callable) -> None:
     """Gives the method the parameter's id and its gradient; holds neither, as a hook lives as long as its tensor."""
     key, told = id(param), weakly(method)
     Tensor.register_hook(param, lambda grad: told(key, grad))
-
-
-def _zeros(shape, dtype) -> Tensor:
-    dry = executing()
-    return ms.ops.zeros(shape, dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
 
 
 def in_order(names: list[str]) -> str:

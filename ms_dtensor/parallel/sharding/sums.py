@@ -46,7 +46,7 @@ def is_blank(x: Tensor) -> bool:
 
 
 class Sums:
-    """Of whole gradients of a block, under way.
+    """Of whole gradients of a block, under way: made, they begin to be added up.
 
     Args:
         of: whose gradients they are.
@@ -56,19 +56,16 @@ class Sums:
     """
 
     def __init__(self, of: Reduction, block: Block, grads: dict[int, Tensor], when: str):
+        of.unit.log("reduce", "backward")
         self._of, self._block = of, block
         self._work, self._widths = block.reduce(grads, when)  # whole gradients may go before the backward ends
-        self._numbers = {id(block.params[i]): i for i in grads}
+        self.numbers = {id(block.params[i]): i for i in grads}  # of these parameters, by id
         self._memory: Tensor | None = None  # of which callers have been handed places
         self._handed = set[int]()
 
-    def has(self, key: int) -> bool:
-        """Whether the parameter of this id has a summand in it."""
-        return key in self._numbers
-
     def place(self, key: int) -> Tensor | None:
         """Where the gradient of the parameter of this id will lie, whose caller is handed it; None: it has no such place."""
-        place = self._places.get(self._numbers[key])
+        place = self._places.get(self.numbers[key])
         if place is not None:
             self._handed.add(key)
         return place
@@ -79,19 +76,18 @@ class Sums:
         of, (dtype, *others) = self._of, [self._block.params[i].dtype for i in self._widths]
         if of.main or of.copies is not None and not of.sync_copies or any(other != dtype for other in others):
             return {}
-        coming, dry = self._work.pending_result, executing()
+        coming = self._work.pending_result
         if coming is not None and coming.dtype == dtype:
             self._memory = gradient(coming)
         else:
-            shape = sum(self._widths.values()),
-            self._memory = ms.mint.empty(shape, dtype=dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
+            self._memory = fresh((sum(self._widths.values()),), dtype, zero=False)
         return self._block.shards(self._widths, self._memory)
 
     def finish(self) -> dict[int, Tensor]:
         """Waits. Gives gradients by id of the parameter, but those that lie in places that were handed out."""
         of, block = self._of, self._block
         with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-            flat, keys = self._work.wait(), {i: key for key, i in self._numbers.items()}
+            flat, keys = self._work.wait(), {i: key for key, i in self.numbers.items()}
             shards = block.shards(self._widths, flat)
             for i, key in keys.items():
                 if key in of.owed_shards:
@@ -131,6 +127,12 @@ def add_main(param, total: Tensor) -> None:
     whole = param.layout.gradient()
     layout = Layout(whole.mesh, whole.placements, whole.shape, "float32", whole.order)
     param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
+
+
+def fresh(shape: tuple[int, ...], dtype, zero: bool = True) -> Tensor:
+    """A gradient that is zero, or that is to be written."""
+    dry, make = executing(), ms.ops.zeros if zero else ms.mint.empty
+    return make(shape, dtype=dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
 
 
 def gradient(x: Tensor) -> Tensor:
