@@ -43,10 +43,9 @@ standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=()
 sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", default=None)
 # Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
-_inside: ContextVar[bool] = ContextVar("ms_dtensor_inside_recompute", default=False)  # of a cell's first or second run
-# The forward whose cell runs, and whether it runs again. Nodes keep the context they were made in; what a forward has kept
+# The forward whose cell runs, for the first time or again. Nodes keep the context they were made in; what a forward has kept
 # is not to live as long as they do.
-_running: ContextVar[tuple[ref[_Forward], bool] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
+_running: ContextVar[ref[_Forward] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
 _WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
 
 
@@ -69,7 +68,7 @@ class Recompute:
         run = getattr(cell, self.block.__name__) if isinstance(cell, nn.Cell) and cell is not self.block else self.block
         first, second = (nullcontext(), nullcontext()) if self.contexts is None else self.contexts()
         with first:
-            if not (recording() and enabled()) or _inside.get():
+            if not (recording() and enabled()) or _running.get() is not None:
                 return run(*args, **kwargs)
             return _Forward(run, cell if isinstance(cell, nn.Cell) else None, self.keeps, second, args, kwargs).first()
 
@@ -86,10 +85,10 @@ def excluded(call: Callable, reads: Callable[[], Iterable[Tensor]] | None = None
     """
     @functools.wraps(call)
     def once(*args, **kwargs):
-        at, run = _running.get(), partial(call, *args, **kwargs)
-        if at is None or (forward := at[0]()) is None:
+        held, run = _running.get(), partial(call, *args, **kwargs)
+        if held is None or (forward := held()) is None:
             return run()
-        return forward.region(run, at[1], None if reads is None else [*leaves((args, kwargs), Tensor), *reads()], needed)
+        return forward.region(run, None if reads is None else [*leaves((args, kwargs), Tensor), *reads()], needed)
     return once
 
 
@@ -144,8 +143,7 @@ class _Forward:
         """The cell's outputs."""
         with self._noting(), ExitStack() as stack, modes.Watched(weakly(self._ask) if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
-            stack.callback(_inside.reset, _inside.set(True))
-            stack.callback(_running.reset, _running.set((ref(self), False)))
+            stack.callback(_running.reset, _running.set(ref(self)))
             out = self._run()
         self.written = _written(self.trained)
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
@@ -212,11 +210,11 @@ class _Forward:
             lambda x: leaf_of(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
         return out
 
-    def region(self, call: Callable, again: bool, operands: list[Tensor] | None, needed: bool):
+    def region(self, call: Callable, operands: list[Tensor] | None, needed: bool):
         """One call of an excluded function: as of a kept op, whose operands may be unknown."""
         if self.kept is not None:  # within another one
             return call()
-        if not again:
+        if not recomputing.get():
             kept = _Kept()
             self.regions.append(kept)
             out = self._keep(kept, tuple(operands or ()), call)
@@ -285,8 +283,7 @@ class _Forward:
         for p, was in self.trained:
             if p.requires_grad != was:
                 during(p.requires_grad, was, partial(setattr, p, "requires_grad"))
-        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), sought: self.sought,
-                                            _running: (ref(self), True)}
+        variables: dict[ContextVar, Any] = {recomputing: True, standing_in: (), sought: self.sought, _running: ref(self)}
         for var, value in variables.items():
             stack.callback(var.reset, var.set(value))
         # who had put tensors in the place of parameters does so anew
