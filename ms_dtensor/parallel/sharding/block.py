@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Block:
         self._own: tuple[list, Tensor] | None = None  # this rank's row, as a forward has packed it, and `_writes` then
         self._gathered: list | None = None  # of a dry run, `_writes` when it was gathered
         self._work: Work | None = None
+        self._places = weakref.WeakKeyDictionary[Any, list]()  # of `_places_in_memory`, by where the memory is
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
 
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
@@ -173,10 +175,10 @@ class Block:
             if joined:
                 ops.write(place, ops.join(joined, 1))
             for r, x in found:
-                ops.write(self._places(place, r, x.shape), x)
+                ops.write(self._place(place, r, x.shape), x)
         return ops.tensor(ops.shaped(out, (-1,)))
 
-    def _places(self, rows: Any, first: int, shape: Sequence[int]) -> Any:
+    def _place(self, rows: Any, first: int, shape: Sequence[int]) -> Any:
         """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
         if math.prod(shape) != math.prod(rows.shape):
             rows = self._ops.take(self._ops.take(rows, 0, first, first + shape[0]), 1, 0, math.prod(shape[1:]))
@@ -275,18 +277,19 @@ class Block:
             return
         with NoFallbackGuard():
             self.memory.claim(room)
-            if executing() is not None:
-                self.memory.filled(gathered)
+            dry, here = executing(), self.memory.room()
+            if dry is not None:
+                dry.ledger.written(self.memory.tensor(0), dry.ledger.maker(gathered))
+                dry.ledger.is_now(gathered, "buffers")
                 return
+            if here not in self._places:  # kept, as the host's calls for these views are what a device waits for
+                self._places[here] = self._places_in_memory()
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
-            for at, width, order, place in self.memory.lying(self._places_in_memory):
+            for at, width, order, place in self._places[here]:
                 self._ops.write(place, order(self._ops.take(rows, 1, at, at + width)))
 
     def _places_in_memory(self) -> list[tuple[int, int, Callable[[Any], Any], Any]]:
-        """Which columns of gathered rows go where: the first, how many, what makes a view of them, and the place.
-
-        Kept, as the host's calls for these views are what a device waits for.
-        """
+        """Which columns of gathered rows go where: the first, how many, what makes a view of them, and the place."""
         at, n, ops, memory, starts = 0, self.group.size, self._ops, self.memory, self.parts.starts
         out: list[tuple[int, int, Callable[[Any], Any], Any]] = []
         for some in self.parts.alike():
@@ -298,7 +301,7 @@ class Block:
             else:
                 whole = ops.shaped(memory.joined(starts[some[0]], starts[some[0] + 1]), self.parts.shapes[some[0]])
                 for r, x in self._pieces(some[0], whole, 0, n):
-                    out.append((at, width, functools.partial(self._places, first=r, shape=x.shape), x))
+                    out.append((at, width, functools.partial(self._place, first=r, shape=x.shape), x))
             at += width
         return out
 

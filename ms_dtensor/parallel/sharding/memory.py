@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ class Memory:
     """Tensors side by side."""
 
     window: Any = None  # where the backend can write into it
-    _lying: Any = None
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
         self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
@@ -56,15 +55,9 @@ class Memory:
         """Elements [start, stop), of one tensor or of several, as what packing works on."""
         raise NotImplementedError
 
-    def lying(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives of the memory; made once for each place where that is."""
-        if self._lying is None:
-            self._lying = make()
-        return self._lying
-
     def room(self) -> Any:
-        """Where it is, if that can be in more than one place."""
-        return None
+        """Where it is: on a device that can be in more than one place."""
+        return self
 
     def claim(self, room: Any = None) -> None:
         """It is there, to be written; in this room, on a device."""
@@ -75,9 +68,6 @@ class Memory:
     def release(self) -> None:
         """It is given back."""
         raise NotImplementedError
-
-    def filled(self, gathered: Tensor) -> None:
-        """In a dry run: once more, of what has been gathered elsewhere."""
 
 
 class HostMemory(Memory):
@@ -146,10 +136,6 @@ class AbstractMemory(Memory):
 
     def claim(self, room: Any = None) -> None:
         self._take(True)
-
-    def filled(self, gathered: Tensor) -> None:
-        self._dry.ledger.written(self._flat, self._dry.ledger.maker(gathered))
-        self._dry.ledger.is_now(gathered, "buffers")
 
     def _take(self, taken: bool) -> None:
         if self.window is not None:

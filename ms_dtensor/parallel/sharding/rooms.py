@@ -14,7 +14,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
@@ -44,7 +43,6 @@ class Room:
             self._dry.ledger.new((count,), dtype, "gathered")
         self.holder: RoomMemory | None = None
         self.aside: list[tuple[RoomMemory, Tensor]] = []
-        self.views: weakref.WeakKeyDictionary[Memory, Any] = weakref.WeakKeyDictionary()  # where blocks write in it
         _alive[next(_numbers)] = self
 
     @classmethod
@@ -130,12 +128,6 @@ class RoomMemory(Memory):
             return room._dry.on_storage_of(flat, self.shapes[i])
         return ms.mint.reshape(ms.mint.narrow(flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
 
-    def lying(self, make: Callable[[], Any]) -> Any:
-        views = self.room().views
-        if self not in views:
-            views[self] = make()
-        return views[self]
-
     def claim(self, room: Room | None = None) -> None:
         if room is None:
             room = Room.free(self.count, self.dtype)
@@ -159,9 +151,3 @@ class RoomMemory(Memory):
         rooms, self.rooms = self.rooms, []
         for room in rooms:
             room.leave(self)
-
-    def filled(self, gathered: Tensor) -> None:
-        """In a dry run: of what has been gathered elsewhere."""
-        room = self.room()
-        room._dry.ledger.written(room.flat, room._dry.ledger.maker(gathered))
-        room._dry.ledger.is_now(gathered, "buffers")

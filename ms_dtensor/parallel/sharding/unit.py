@@ -212,7 +212,7 @@ class Unit:
             return
         pairs = zip(self.blocks, rooms or itertools.repeat(None))
         if self.state is State.WHOLE:
-            for block, room in () if on_cpu() else pairs:
+            for block, room in pairs:
                 block.memory.bring(room)
             return
         self.log("unshard", phase)
