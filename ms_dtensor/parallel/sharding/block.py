@@ -109,7 +109,7 @@ class Block:
         then writes into a row, so a column by itself takes two kernels, and as much memory for that moment.
         """
         dry, total = executing(), sum(self.widths[i] for i in wholes)
-        given = list(dict.fromkeys(x.dtype for x in wholes.values() if x is not None))
+        given = list(dict.fromkeys(x.dtype for x in wholes.values()))
         kind = given[0] if self._ops is TensorOps and len(given) == 1 else dtype
         if dry is not None:
             joined = dry.ledger.new(((stop - first) * total,), kind, "buffers")
@@ -330,7 +330,7 @@ class Block:
             each = self.group.size // self.near.size
             first = self.near.rank_index * each
             with NoFallbackGuard():
-                wholes = {i: None if executing() is not None else self.memory.array(i) for i in range(len(self.params))}
+                wholes = {i: self.memory.array(i) for i in range(len(self.params))}
                 self.part = self._rows(wholes, first, first + each, self.dtype)
         if pages or not self.straight():
             self.memory.release()

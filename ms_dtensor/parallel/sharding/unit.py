@@ -97,6 +97,7 @@ class Unit:
         self.who, self.cells, self.slots, self.tied, self.axes, self.mesh = who, cells, slots, tied, axes, axes.mesh
         self.mode, self.policy, self.bucket_mb = mode, policy, bucket_mb
         self.params = {id(p): p for _, _, p in slots}
+        self.local = mode is Mode.LOCAL
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
         self.state, self.reshards, self.kept_by_user = State.SHARDED, axes.neighbours > 0, False
@@ -151,11 +152,6 @@ class Unit:
         out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.averages = \
             self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.averages
         return out
-
-    @property
-    def local(self) -> bool:
-        """Whether its cells compute on local tensors."""
-        return self.mode is Mode.LOCAL
 
     @property
     def whole(self) -> bool:
