@@ -319,22 +319,16 @@ def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets:
     """Puts the parameters that have a target, laid out, into their slots, which it returns; and lays buffers out."""
     for cell in cells:
         deferred_init.remember(cell, whole, 0)
-    made: dict[int, Parameter] = {}
-    mine: Slots = []
+    params = {id(p): p for _, _, p in slots}
+    made = {key: _laid_out(params[key], data, target) for key, target in targets.items()}
     for cell, key, p in slots:
-        if id(p) in targets and id(p) not in made:
-            made[id(p)] = _laid_out(p, data, targets[id(p)])
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
-        if id(p) in made:
-            mine.append((cell, key, made[id(p)]))
-    for unit in units_of(*cells):  # an inner cell may have known of fewer axes
-        unit.move_to(whole)
     for cell in inside if mode is Mode.GLOBAL else ():
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
                 cell._buffers[key] = _laid_out(buffer, data, lift(buffer, whole))
         cell.__dict__[OUTER] = (whole, dict.fromkeys(data.mesh_dim_names, Shard(0)))
-    return mine
+    return [(cell, key, made[id(p)]) for cell, key, p in slots if id(p) in made]
 
 
 def _laid_out(x, mesh: DeviceMesh, target: Layout):
@@ -372,6 +366,8 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
     tied = [(c, key, p) for c, key, p in found if (id(c), key) not in taken and id(p) not in targets]  # to another unit's
     local.check(who, mode, cells, inner, tied)
     mine = _lay_out(cells, inside, found, targets, data, whole, mode)
+    for unit in inner:  # which may have known of fewer axes
+        unit.move_to(whole)
     for _, _, p in mine:
         key, value = (SHARDED_BY, type(cells[0]).__name__) if axes.cut else (_OVER, names | p.__dict__.get(_OVER, set()))
         p.__dict__[key] = value

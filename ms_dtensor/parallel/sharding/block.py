@@ -76,6 +76,8 @@ class Block:
         self._work: Work | None = None
         self._places = weakref.WeakKeyDictionary[Any, list]()  # of `_places_in_memory`, by where the memory is
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
+        # To pack again takes a cast beside a join: two kernels are worth a row's memory, one is not.
+        self._keeps_row = not on_cpu() and near is None and any(p.dtype != dtype for p in params)
 
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
         """What the record and the comparison between ranks know of a collective."""
@@ -243,13 +245,9 @@ class Block:
                 group, given = self.group, self._packed_by_forward() if phase == "backward" else None
                 if given is None:
                     given = self.row(dict(enumerate(own)), self.dtype)
-                self._own = (self._writes(), given) if phase == "forward" and self._casts_on_device() else None
+                self._own = (self._writes(), given) if phase == "forward" and self._keeps_row else None
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
-
-    def _casts_on_device(self) -> bool:
-        """Whether to pack again takes a cast beside a join: two kernels are worth a row's memory, one is not."""
-        return not on_cpu() and self.near is None and any(p.dtype != self.dtype for p in self.params)
 
     def _packed_by_forward(self) -> Tensor | None:
         """This rank's row, if it is kept and nobody has written a shard since."""

@@ -157,7 +157,7 @@ class Call:
                 unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
         elif len(self.ran) < len(unit.cells):
             return
-        self._lend(self.stand_ins)
+        lend(self, self.stand_ins)
         self.stand_ins = {}  # they know the call, in memory that Python does not see
         if not self.recorded or gives_back and not unit.entered:
             unit.reshard(keep_part=self.recorded)
@@ -200,7 +200,7 @@ class Call:
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
-            self._lend(out)
+            lend(self, out)
         if self.holding is not None:
             for k in (k for k, p in params.items() if p.requires_grad):
                 self.holding.weight(out[k])
@@ -246,10 +246,6 @@ class Call:
         memo_of(out).partial_grad_axes = self.unit.partial_on[key]
         memo_of(out).takes = None if on_cpu() or self.holding is not None else functools.partial(self._take, key)
         return out
-
-    def _lend(self, stand_ins: dict[int, Tensor]) -> None:
-        if not self.unit.local:
-            lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied))
 
     def write_back(self, key: int, x: Tensor) -> None:
         """What stood for a parameter was written."""
