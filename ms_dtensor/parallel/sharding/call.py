@@ -93,8 +93,8 @@ class Call:
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
-        self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
+        self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
         self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
         self.before: Call | None = None  # in the step
@@ -133,13 +133,15 @@ class Call:
             in_this_gradient.update(units)
         gives_back = unit.reshards and len(units) < 2 and not again
         if not self.ran:
-            when = self._note_order(around[0] if around else self, again)
-            # Between a recording, or `vjp`, and its backward anybody may write what nobody sees.
-            goes_on = self.recorded and self.sought is not None
-            unit.unshard("backward" if again else "forward", when, keep_row=goes_on and gives_back)
-            ahead = [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ()
-            for other in () if again else ahead:
-                other.prefetch("forward", when)
+            if again:
+                unit.unshard("backward")
+            else:
+                when = self._note_order(around[0] if around else self)
+                # Between a recording, or `vjp`, and its backward anybody may write what nobody sees.
+                goes_on = self.recorded and self.sought is not None
+                unit.unshard("forward", when, keep_row=goes_on and gives_back)
+                for other in [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ():
+                    other.prefetch("forward", when)
             self.rooms = unit.rooms()
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
@@ -166,10 +168,8 @@ class Call:
         inside = set(map(id, cells_in(cell)))
         return [slot for slot in self.unit.standing if id(slot[0]) in inside]
 
-    def _note_order(self, step: Call, again: bool) -> str:
+    def _note_order(self, step: Call) -> str:
         """Which call of the step this is, for the comparison between ranks: they may not come to cells in another order."""
-        if again:
-            return ""
         step.order.append(self.unit.label)
         if step is not self:
             self.before, step.last = step.last, self
@@ -247,8 +247,9 @@ class Call:
         memo_of(out).takes = None if on_cpu() or self.holding is not None else functools.partial(self._take, key)
         return out
 
-    def write_back(self, key: int, x: Tensor) -> None:
+    def write_back(self, x: Tensor) -> None:
         """What stood for a parameter was written."""
+        key = id(x.inited_param)
         if key in self.unit.place:
             if key in self.copied:
                 self.overwrite(x.inited_param, local_alias(x))

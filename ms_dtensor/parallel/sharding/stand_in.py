@@ -97,7 +97,7 @@ def standing(call: Call, slots: list, stand_ins: dict[int, Tensor]) -> Iterator[
         for k, x in watched.items():
             memo_of(x.inited_param).stood_for = None
             if k in given or written_since(x, versions[k]):  # also where the cell has raised, as on one device
-                call.write_back(k, x)
+                call.write_back(x)
 
 
 def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
