@@ -71,8 +71,8 @@ class Block:
         self.widths = [sum(self.parts.widths[j] for j in some) for some in self._numbers]  # of each one's place in a row
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
-        self._own: tuple[list, Tensor] | None = None  # this rank's row, as a forward has packed it, and `_writes` then
-        self._gathered: list | None = None  # of a dry run, `_writes` when it was gathered
+        self._own: Tensor | None = None  # this rank's row, as a forward has packed it
+        self._gathered: list[tuple[int, int, int]] = []  # `_writes` when it was gathered
         self._work: Work | None = None
         self._places = weakref.WeakKeyDictionary[Any, list]()  # of `_places_in_memory`, by where the memory is
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
@@ -231,9 +231,8 @@ class Block:
     def start(self, phase: str, ahead: bool, when: str) -> None:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
-        own = list(map(local_alias, self.params))
-        if executing() is not None:
-            self._gathered = self._writes()
+        own, kept = list(map(local_alias, self.params)), self._packed_by_forward() if phase == "backward" else None
+        self._gathered = self._writes()
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
                 shapes = [self.parts.shape(j, self.group.rank_index) for j in range(len(self.parts.shapes))]
@@ -242,21 +241,23 @@ class Block:
                 return
             group, given = self.near, self.part
             if given is None:
-                group, given = self.group, self._packed_by_forward() if phase == "backward" else None
-                if given is None:
-                    given = self.row(dict(enumerate(own)), self.dtype)
-                self._own = (self._writes(), given) if phase == "forward" and self._keeps_row else None
+                group, given = self.group, self.row(dict(enumerate(own)), self.dtype) if kept is None else kept
+                self._own = given if phase == "forward" and self._keeps_row else None
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
     def _packed_by_forward(self) -> Tensor | None:
         """This rank's row, if it is kept and nobody has written a shard since."""
-        return self._own[1] if self._own is not None and self._own[0] == self._writes() else None
+        return self._own if self._own is not None and self._gathered == self._writes() else None
 
     def _writes(self) -> list[tuple[int, int, int]]:
         """How often each shard was written: as a DTensor, by an optimizer, as a local tensor."""
         return [(0, 0, p._version) if (memo := p._memo) is None else (memo.written, memo.stepped, p._version)
                 for p in self.params]
+
+    def rewritten(self) -> bool:
+        """Whether a shard was written since it was gathered, other than by an optimizer or as a local tensor."""
+        return any(p._memo is not None and p._memo.written != then[0] for p, then in zip(self.params, self._gathered))
 
     def forget_row(self) -> None:
         """The backward packs anew."""

@@ -105,7 +105,6 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
         self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
-        self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
         self.blocks, self.place = self._made()
         # where others stand meanwhile
         self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or self.local or policy.changes(s[2])]
@@ -202,7 +201,7 @@ class Unit:
     def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = (), keep_row: bool = False) -> None:
         """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms.
         `keep_row`: what this rank gives to the gathering stays, for the backward's."""
-        if self.state is not State.SHARDED and self._gathered != self._written():  # by a forward, after it was read
+        if self.state is not State.SHARDED and self._rewritten():  # by a forward, after it was read
             self.reshard(forced=True)
         if not self.blocks:
             return
@@ -239,13 +238,13 @@ class Unit:
                               ("take one gradient after the other", "reshard_after_forward=False for this cell"))
 
     def _start(self, phase: str, when: str, ahead: bool) -> None:
-        written = self._written()
+        rewritten = self._rewritten()
         with no_grad():
             for block in self.blocks:
-                if written != self._gathered:  # what is kept for neighbours is of what the shards were
+                if rewritten:  # what is kept for neighbours is of what the shards were
                     block.part = None
                 block.start(phase, ahead, when)
-        self.state, self._gathered = State.GATHERING, written
+        self.state = State.GATHERING
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
         """Gives the memory back, unless the user keeps it; `keep_part`: but for what the backward gathers again."""
@@ -280,8 +279,8 @@ class Unit:
             self.entered.clear()
             self.reshard()
 
-    def _written(self) -> list[int]:
-        return [0 if p._memo is None else p._memo.written for block in self.blocks for p in block.params]
+    def _rewritten(self) -> bool:
+        return any(block.rewritten() for block in self.blocks)
 
     def log(self, event: str, phase: str) -> None:
         """One line an event, for who reads the log at DEBUG."""
