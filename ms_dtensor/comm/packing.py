@@ -270,6 +270,11 @@ def write(out: Tensor, x: Tensor) -> Tensor:
     return (HostOps if on_cpu() else TensorOps).write(out, x)
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two local tensors of one dtype and size have the same bytes: NaN is NaN, and 0 is not -0."""
+    return np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (a, b)))
+
+
 def cast(x: Tensor, dtype: Any) -> Tensor:
     """A local tensor in a dtype; itself if it is in that."""
     dry = executing()

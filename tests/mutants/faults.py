@@ -78,7 +78,7 @@ FAULTS = [
     Fault("the backward takes any room", "ms_dtensor/parallel/sharding/unit.py", f"{IN_ROOMS} -k in_flight",
           "zip(self.blocks, rooms or itertools.repeat(None))", "zip(self.blocks, itertools.repeat(None))"),
     Fault("who had the room is not set aside", ROOMS, f"{IN_ROOMS} -k within_a_forward",
-          "                self.aside.append((self.holder, copy(self.part(self.holder.count))))", "                pass"),
+          "                self.aside[self.holder] = copy(self.part(self.holder.count))", "                pass"),
     Fault("who was set aside is not put back", ROOMS, f"{IN_ROOMS} -k within_a_forward", "                self.fill(values)\n\n",
           "                pass\n\n"),
     Fault("reduce_dtype is ignored", "ms_dtensor/parallel/precision.py", f"{BRANCH} -k dtype_that_was_asked_for", "",

@@ -26,7 +26,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from ...comm.packing import copy, write
+from ...comm.packing import copy, same_bits, write
 from ...comm.pretended import executing
 from ...core.tree import leaves, map_leaves
 from ...errors import ConfigError, OpRuleError
@@ -179,8 +179,7 @@ class _Forward:
         was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
         yield
         if written is None:
-            self.before = {k: x for k, x in self.before.items() if not np.array_equal(
-                *(y.asnumpy().reshape(-1).view(np.uint8) for y in (x, local_alias(slots[k]))))}
+            self.before = {k: x for k, x in self.before.items() if not same_bits(x, local_alias(slots[k]))}
             known[kind] = set(self.before)
         anew = [f"{type(c).__name__}.{k}" for c, then in was for k, x in c.__dict__.items()
                 if isinstance(x, Tensor) and then.get(k) is not x]

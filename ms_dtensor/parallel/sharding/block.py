@@ -19,11 +19,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
+from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, same_bits, write
 from ...comm.parts import Parts, in_chains
 from ...comm.pretended import executing
 from ...comm.protocol import Work
@@ -342,10 +341,10 @@ class Block:
         """Whether this rank's shards are no longer what lies in the memory."""
         if executing() is not None:
             return self._gathered != self._writes()
+        ops = self._ops
         with NoFallbackGuard():
-            own = [self._ops.tensor(self._ops.cast(self._ops.of(local_alias(p)), self.dtype)) for p in self.params]
-            return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (own[i], mine)))
-                       for i in range(len(own)) for mine in self._mine(i))
+            return any(not same_bits(ops.tensor(ops.cast(ops.of(local_alias(p)), self.dtype)), mine)
+                       for i, p in enumerate(self.params) for mine in self._mine(i))
 
     def write_own(self, i: int) -> None:
         """This rank's shard of parameter `i` becomes what lies in the memory."""

@@ -34,7 +34,7 @@ class Room:
     Attributes:
         flat: its memory.
         holder: whose parameters lie in it.
-        aside: who has had to leave it, and copies of what lay there, the last one last.
+        aside: of who has had to leave it, copies of what lay there, the last one last.
     """
 
     def __init__(self, count: int, dtype):
@@ -42,7 +42,7 @@ class Room:
         self.flat: Tensor = ms.mint.empty((count,), dtype=dtype) if self._dry is None else \
             self._dry.ledger.new((count,), dtype, "gathered")
         self.holder: RoomMemory | None = None
-        self.aside: list[tuple[RoomMemory, Tensor]] = []
+        self.aside: dict[RoomMemory, Tensor] = {}
         _alive[next(_numbers)] = self
 
     @classmethod
@@ -56,33 +56,29 @@ class Room:
         """It is this block's; whether its parameters lie here already."""
         if self.holder is memory:
             return True
-        mine = [values for other, values in self.aside if other is memory]
-        self._forget(memory)
+        mine = self.aside.pop(memory, None)
         if self.holder is not None:
             self.holder.leaves()
             with no_grad():
-                self.aside.append((self.holder, copy(self.part(self.holder.count))))
+                self.aside[self.holder] = copy(self.part(self.holder.count))
         self.holder = memory
-        for values in mine:
-            self.fill(values)
-        return bool(mine)
+        if mine is not None:
+            self.fill(mine)
+        return mine is not None
 
     def leave(self, memory: RoomMemory) -> None:
         """It is no longer this block's; who was set aside for it has its place again."""
-        self._forget(memory)
+        self.aside.pop(memory, None)
         if self.holder is memory:
             self.holder = None
             if self.aside:
-                self.holder, values = self.aside.pop()
+                self.holder, values = self.aside.popitem()
                 self.fill(values)
 
     def fill(self, values: Tensor) -> None:
         """Its first elements are these."""
         with no_grad():
             write(self.part(math.prod(values.shape)), values)
-
-    def _forget(self, memory: RoomMemory) -> None:
-        self.aside = [(other, values) for other, values in self.aside if other is not memory]
 
     def part(self, count: int) -> Tensor:
         """Its first elements."""
