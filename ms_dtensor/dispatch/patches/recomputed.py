@@ -131,7 +131,7 @@ class _Forward:
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
         self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
         self.regions: list[_Kept] = []  # calls of excluded functions, in order
-        self.at = self.number = self.past = 0  # how far the second run is in `calls`, `wanted` and `regions`
+        self.number = 0  # how far the second run is in `wanted`
         self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
         if cell is None and any(whose.stands for whose in self.present):
             raise ConfigError("For 'recompute', a function inside a sharded cell was given.", str(run),
@@ -221,10 +221,10 @@ class _Forward:
             if not needed:
                 kept.lost, kept.result = True, map_leaves(_without_values, kept.result, Tensor)
             return out
-        if self.past == len(self.regions):
+        known = next(self.regions_again, None)
+        if known is None:
             raise self._unlike("a function that is excluded was called once more than the first time")
-        self.past += 1
-        return self._stand_in(self.regions[self.past - 1], operands or [], call)
+        return self._stand_in(known, operands or [], call)
 
     def _pack(self, x: Tensor):
         if self.kept is not None:
@@ -259,7 +259,7 @@ class _Forward:
         if _written(self.trained) != self.written:
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
-        self.at = self.number = self.past = 0
+        self.number, self.calls_again, self.regions_again = 0, iter(self.calls), iter(self.regions)
         with ExitStack() as stack:
             self._as_then(stack)
             ask = weakly(self._ask_again) if self.keeps else None
@@ -297,10 +297,9 @@ class _Forward:
             stack.callback(executor.set_mixed_precision_type, nn.cell.MixedPrecisionType.NOTSET, False)
 
     def _ask_again(self, name: str, args: tuple):
-        known, kept = self.calls[self.at] if self.at < len(self.calls) else ("nothing", None)
+        known, kept = next(self.calls_again, ("nothing", None))
         if known != name:
             raise self._unlike(f"{name}, the first time {known}")
-        self.at += 1
         return None if kept is None else partial(self._stand_in, kept, leaves(args, Tensor))
 
     def _stand_in(self, kept: _Kept, operands: list[Tensor], call: Callable):
