@@ -87,13 +87,13 @@ class Sums:
         """Waits. Gives gradients by id of the parameter, but those that lie in places that were handed out."""
         of, block = self._of, self._block
         with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-            flat, keys = self._work.wait(), {i: key for key, i in self.numbers.items()}
+            flat = self._work.wait()
             shards = block.shards(self._widths, flat)
-            for i, key in keys.items():
+            for key, i in self.numbers.items():
                 if key in of.owed_shards:
                     write(shards[i], of.owed_shards.pop(key) + shards[i])
             if of.copies is not None and not of.sync_copies:
-                of.owed_shards.update({keys[i]: x * 1 for i, x in shards.items()})
+                of.owed_shards.update({key: shards[i] * 1 for key, i in self.numbers.items()})
                 return {}
             if of.copies is not None:
                 if on_cpu():
@@ -117,8 +117,8 @@ class Sums:
                 return {}
             if self._memory is not None and self._memory is not flat:
                 write(self._memory, flat)
-            return {keys[i]: gradient(cast(x, block.params[i].dtype)) for i, x in shards.items()
-                    if keys[i] not in self._handed}
+            return {key: gradient(cast(shards[i], block.params[i].dtype)) for key, i in self.numbers.items()
+                    if key not in self._handed}
 
 
 def add_main(param, total: Tensor) -> None:

@@ -105,7 +105,8 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
         self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
-        self.blocks, self.place = self._made()
+        self.blocks = self._made()
+        self.place = {id(p): (block, i) for block in self.blocks for i, p in enumerate(block.params)}  # of cut ones
         # where others stand meanwhile
         self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or self.local or policy.changes(s[2])]
         self.partial_on = {key: self._summed_on(p) for key, p in self.params.items()}
@@ -129,21 +130,20 @@ class Unit:
         data = self._on(p)
         return data if not self.local else tuple(sorted({*data, *summed_axes(p.layout)}))
 
-    def _made(self) -> tuple[list[Block], dict[int, tuple[Block, int]]]:
-        """Blocks by dtype, and of each cut parameter its block and number there."""
+    def _made(self) -> list[Block]:
+        """Blocks by dtype."""
         by_dtype: dict[str, list] = {}
         for p in self.params.values():
             if not p.placements[self._on(p)[-1]].is_replicate():
                 by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
-        blocks, place, near = [], {}, self.axes.near() if by_dtype else None
+        blocks, near = list[Block](), self.axes.near() if by_dtype else None
         for b, (kind, members) in enumerate(by_dtype.items()):
             whole = [_gathered(p.layout, self._on(p), kind) for p in members]
             dtype, sums = self.policy.compute_dtype(members[0]), self.policy.reduce_dtype
             blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole, dtype,
                                 self.mesh.get_group(self.axes.cutting), self._on(members[0])[-self.axes.cut:],
                                 None if sums == dtype else sums, near, self._leaves))
-            place.update({id(p): (blocks[-1], i) for i, p in enumerate(blocks[-1].params)})
-        return blocks, place
+        return blocks
 
     def __deepcopy__(self, memo) -> Unit:
         cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
