@@ -301,14 +301,13 @@ class Reduction:
 
     def finish(self) -> None:
         """What was under way is in the gradients; users' hooks have run."""
-        done = []
         with NoFallbackGuard():
             (due, self._due), (handed, self._handed) = (self._due, []), (self._handed, {})
             for sums in due:
                 for key, shard in sums.finish().items():
                     if key in handed and executing() is None:
                         handed[key].add_(shard)
-            done += [(self.params[key], grad) for key, grad in handed.items()]
+            done = [(self.params[key], grad) for key, grad in handed.items()]
             for bucket in self.buckets:
                 done += bucket.finish(self.scale, self.main)
         self.read.clear()
@@ -321,12 +320,11 @@ class Reduction:
             return
         sums: dict[int, Tensor] = {}
         for block in self.unit.blocks:
-            asked = {i: id(p) for i, p in enumerate(block.params) if id(p) in gradients}
+            asked = {i: key for i, p in enumerate(block.params) if (key := id(p)) in gradients
+                     and (key in self._owed or self.sync_copies and key in self.owed_shards)}
             with NoFallbackGuard():
-                late = {i for i, key in asked.items() if key in self.owed_shards and self.sync_copies}
-                due = {i: self._owed.pop(key) if key in self._owed else
-                       fresh(block.shapes[i], self.owed_shards[key].dtype)
-                       for i, key in asked.items() if key in self._owed or i in late}
+                due = {i: self._owed.pop(key) if key in self._owed else fresh(block.shapes[i], self.owed_shards[key].dtype)
+                       for i, key in asked.items()}
             sums |= Sums(self, block, due, "owed").finish() if due else {}
         with NoFallbackGuard():
             if not self._keeps:
