@@ -35,12 +35,14 @@ class Summed(_Function):
         return ctx.group.all_reduce(grad.contiguous(), "sum"), None
 
 
-def local(p):
-    return p.to_local() if isinstance(p, md.DTensor) else p
+def local(p, said=None):
+    return p.to_local(grad_placements=said) if isinstance(p, md.DTensor) else p
 
 
 class Block(nn.Cell):
     """A norm's weight, replicated; a product cut by columns and one cut by rows, and the sum of its parts."""
+
+    said: list | None = None  # how the cotangent of the norm's weight lies
 
     def __init__(self, d: int, h: int, group=None) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Block(nn.Cell):
         self.group = group
 
     def construct(self, x):
-        y = x * local(self.scale)
+        y = x * local(self.scale, self.said)
         y = mint.matmul(mint.tanh(mint.matmul(y, local(self.up).t())), local(self.down).t())
         return x + (y if self.group is None else Summed.apply(y, self.group))
 
@@ -189,8 +191,10 @@ def local_cells_keep_parameters_whole_where_they_are_told_to(world):
             assert all(p.is_replicate() for p in scale.placements), scale
             step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, net.trainable_params())
             check_grads(net, step()[1], want, name)
+            for block in net.blocks if "tp" in mesh.mesh_dim_names else ():
+                block.said = [md.Partial()]
             with counted() as count:
-                step()
+                check_grads(net, step()[1], want, f"{name}, said")
             kept = [e for e in count if e[0] == "all_reduce" and e[1] == "backward"]
             assert kept, count
             for cell in net.blocks:

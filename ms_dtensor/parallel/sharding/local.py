@@ -43,15 +43,10 @@ class Mode(Enum):
 class LocalWeight(UnshardedDTensor):
     """What stands for a parameter there: layout, shape, dtype, and `to_local()`, whose cotangent is a summand."""
 
-    @property
-    def _layout(self) -> Layout:  # type: ignore[override]
-        memo = self.__dict__["_memo"]
-        return self.__dict__["_layout"] if memo.lent is None else UnshardedDTensor._layout.fget(self)  # type: ignore
-
     def to_local(self, *, grad_placements=None) -> Tensor:
         """As `DTensor.to_local`; without `grad_placements` ranks do different work with it."""
         if grad_placements is not None:
-            return super().to_local(grad_placements=grad_placements)
+            return DTensor.to_local(self, grad_placements=grad_placements)
         return as_local(self, self._layout.gradient(memo_of(self).partial_grad_axes))
 
     def __fallback__(self, func, args=(), kwargs=None):

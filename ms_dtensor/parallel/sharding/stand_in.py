@@ -36,8 +36,8 @@ class UnshardedDTensor(DTensor):
     @property
     def _layout(self) -> Layout:  # type: ignore[override]
         held = self.__dict__
-        unit = held["_memo"].lent[0].unit
-        if not unit.whole:
+        lent = held["_memo"].lent  # None: a parameter that is kept, or a copy of one, as cells of local tensors see it
+        if lent is not None and not (unit := lent[0].unit).whole:
             raise LayoutError(
                 f"For '{unit.who}', a gathered parameter, or a view of one, is used after its cell has returned.",
                 f"{held['_layout'].describe()} of {unit.name}", "The memory was given back when the cell returned.",
