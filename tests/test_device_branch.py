@@ -174,10 +174,8 @@ def test_gathered_parameters_are_given_back_after_their_use(npu, monkeypatch):
 
 def test_who_reads_local_tensors_in_its_backward_is_not_set_aside(npu):
     """Nobody would know when to put it back: refused, as its numbers would be another's."""
-    first, second = (SimpleNamespace(leaves=leaves) for leaves in (refuse, lambda: None))
+    first, second = (rooms.RoomMemory([(4,)], ms.float32, leaves) for leaves in (refuse, lambda: None))
     room = rooms.Room(4, ms.float32)
-    for memory in (first, second):
-        memory.count = 4
     room.enter(second)
     room.enter(first)
     with pytest.raises(RuntimeError, match="under way"):
