@@ -26,7 +26,7 @@ from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
-from tests.dist.support import array, refusal
+from tests.dist.support import array, each_once, refusal
 from tests.tiers import sampled
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
@@ -71,7 +71,7 @@ def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=Non
     batch, alone = 3 * parallel.dp * how.get("micro_batches", 1), {k: v for k, v in how.items() if k == "micro_batches"}
     key = documents, batch, window, lora, experts, *alone.values()
     if key not in _one_device:
-        _one_device[key] = steps(None, documents, batch, window, lora, experts, **alone)
+        _one_device[key], = each_once(lambda: steps(None, documents, batch, window, lora, experts, **alone))
     with comm.record() as events:
         loss, norm, params = steps(parallel, documents, batch, window, lora, experts, **how)
     losses, norms, wanted = _one_device[key]

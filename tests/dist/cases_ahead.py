@@ -10,6 +10,7 @@ from model_zoo.llama.parallelize import make_mesh, parallelize
 from ms_dtensor import Shard
 from tests.cases import case
 from tests.dist.cases_llama import DEEPSEEK, LAYOUTS, SIZES, drawn, is_one_devices, loss_and_gradients
+from tests.dist.support import each_once
 from tests.tiers import sampled
 
 MODELS = {"dense": (ModelConfig(**SIZES), 2), "deepseek": (DEEPSEEK, 1)}
@@ -36,12 +37,13 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 @case(world_size=4, timeout=180)
 def multi_token_prediction_trains_as_on_one_device(world):
     x, y = batch()
+    references = each_once(*(lambda of=of: loss_and_gradients(loss_of, made(*of), x, y) for of in MODELS.values()))
     for shift, (name, (cfg, depth)) in enumerate(MODELS.items()):
-        plain = made(cfg, depth)
-        of_one = loss_and_gradients(loss_of, plain, x, y)
-        assert all(np.abs(w.asnumpy()).max() > 0 for w, p in zip(of_one[1], plain.trainable_params()) if "bias" not in p.name)
+        of_one = references[shift]
         for layout, parallel in sampled(LAYOUTS.items(), 5, 2 - shift):
             mesh, net = make_mesh("cpu", parallel), made(cfg, depth)
+            names = [p.name for p in net.trainable_params()]
+            assert all(np.abs(w).max() > 0 for w, n in zip(of_one[1], names, strict=True) if "bias" not in n)
             parallelize(net, mesh, parallel)
             weight = net.ahead[0].block.attention.wo.weight
             assert weight.placements[mesh.axis_index("tp")] == Shard(1), weight

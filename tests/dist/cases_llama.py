@@ -24,7 +24,7 @@ from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import Shard, value_and_grad
 from tests.cases import case
-from tests.dist.support import array, equal, same_on_all_ranks
+from tests.dist.support import array, each_once, equal, same_on_all_ranks
 from tests.tiers import sampled
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
@@ -61,8 +61,9 @@ def plain_loss_of(net):
 
 
 def loss_and_gradients(loss_of, net, *batch):
-    """Of a model on one device."""
-    return ms.value_and_grad(loss_of(net), None, net.trainable_params())(*map(Tensor, batch))
+    """Of a model on one device, as arrays."""
+    loss, grads = ms.value_and_grad(loss_of(net), None, net.trainable_params())(*map(Tensor, batch))
+    return array(loss), list(map(array, grads))
 
 
 def is_one_devices(loss_of, net, mesh, batch, of_one, what):
@@ -78,12 +79,12 @@ def is_one_devices(loss_of, net, mesh, batch, of_one, what):
 def options_of_other_families_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+    of_one = each_once(*(lambda cfg=cfg: loss_and_gradients(plain_loss_of, model(cfg), x, y) for cfg in MODELS.values()))
     for shift, (name, cfg) in enumerate(MODELS.items()):
-        of_one = loss_and_gradients(plain_loss_of, model(cfg), x, y)
         for layout, parallel in sampled(DENSE.items(), 5, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
-            is_one_devices(plain_loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")
+            is_one_devices(plain_loss_of, net, mesh, (x, y), of_one[shift], f"{name} {layout}")
 
 
 def loss_of(net):
@@ -100,14 +101,14 @@ def mixtures_of_experts_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
     copies = ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, expert_tp=False)
+    of_one = each_once(*(lambda cfg=cfg: loss_and_gradients(loss_of, model(cfg), x, y) for cfg in MIXTURES.values()))
     for shift, (name, cfg) in enumerate(MIXTURES.items()):
-        of_one = loss_and_gradients(loss_of, model(cfg), x, y)
         for layout, parallel in sampled((LAYOUTS | {"whole experts": copies}).items(), 5, 2 * shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             if layout == "dp x tp":
                 assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == Shard(2)
-            is_one_devices(loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")
+            is_one_devices(loss_of, net, mesh, (x, y), of_one[shift], f"{name} {layout}")
 
 
 @case(world_size=4, timeout=120)
@@ -115,9 +116,8 @@ def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
     """DeepSeek's block: every gradient, with heads cut over tp and experts whole, cut by width, or over ep."""
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
-    plain = model(DEEPSEEK)
-    of_one = loss_and_gradients(loss_of, plain, x, y)
-    loads = plain(Tensor(x))[2].asnumpy()
+    of_one, loads = each_once(lambda: loss_and_gradients(loss_of, model(DEEPSEEK), x, y),
+                              lambda: array(model(DEEPSEEK)(Tensor(x))[2]))
     assert loads.shape == (1, 8) and loads.sum() == 48 * 3 and (loads != 18).any()
     over = {"ep2 x tp2": ParallelConfig(2, 2, ep=2, loss_parallel=False),
             "ep2 x tp2, fsdp, sequence parallel": ParallelConfig(2, 2, True, ep=2, fsdp=True, loss_parallel=False)}
@@ -137,8 +137,8 @@ def steps_of_the_recipe_are_those_of_one_device(world):
         cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
                      train=TrainConfig(steps=4, batch=8, seq=6, seed=3, **how))
         trainer = Trainer(cfg, text, make_mesh("cpu", parallel) if on_mesh else None)
-        return [trainer.step(i).loss for i in range(4)], trainer.params
-    want, params = steps(ParallelConfig(), on_mesh=False)
+        return [trainer.step(i).loss for i in range(4)], list(map(array, trainer.params))
+    (want, params), = each_once(lambda: steps(ParallelConfig(), on_mesh=False))
     assert want[-1] < want[0] - 0.1
     for parallel, how in sampled((
             (ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
@@ -147,9 +147,9 @@ def steps_of_the_recipe_are_those_of_one_device(world):
             (ParallelConfig(4, 1, zero1=True), {})), 4, 2):
         got, cut = steps(parallel, **how)
         assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
-        for p, w in zip(cut, params, strict=True):
+        for i, (p, w) in enumerate(zip(cut, params, strict=True)):
             # in norm: AdamW divides by roots of small second moments, so single elements are off by more
-            assert np.linalg.norm(array(p) - array(w)) <= 1e-4 * np.linalg.norm(array(w)), (parallel, p.name)
+            assert np.linalg.norm(p - w) <= 1e-4 * np.linalg.norm(w), (parallel, i)
 
 
 @case(world_size=4, timeout=120)

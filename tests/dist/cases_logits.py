@@ -9,7 +9,7 @@ import numpy as np
 from model_zoo.llama.config import ParallelConfig
 from model_zoo.llama.parallelize import make_mesh
 from tests.cases import case
-from tests.dist.support import equal, same_on_all_ranks
+from tests.dist.support import array, each_once, equal, same_on_all_ranks
 from tests.tiers import sampled
 from tests.zoo.test_llama_logits import CFG, made
 
@@ -18,14 +18,17 @@ LAYOUTS = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelC
 
 @case(world_size=4, timeout=120)
 def logits_are_clipped_as_on_one_device(world):
-    plain = made(CFG)
-    wanted = [plain.step(i) for i in range(2)]
+    def of_one():
+        plain = made(CFG)
+        steps = [plain.step(i) for i in range(2)]
+        return [(step.logits, step.loss) for step in steps], list(map(array, plain.params))
+    (wanted, weights), = each_once(of_one)
     for name, parallel in sampled(LAYOUTS.items(), 2, 1):
         trainer = made(replace(CFG, parallel=parallel), make_mesh("cpu", parallel))
-        for i, want in enumerate(wanted):
+        for i, (logits, loss) in enumerate(wanted):
             got = trainer.step(i)
             same_on_all_ranks(world, str(got.logits.tolist()))
-            assert np.allclose(got.logits, want.logits, rtol=1e-4), (name, i, got.logits, want.logits)
-            assert np.isclose(got.loss, want.loss, rtol=1e-5), (name, i, got.loss, want.loss)
-        for p, w in zip(trainer.params, plain.params, strict=True):
+            assert np.allclose(got.logits, logits, rtol=1e-4), (name, i, got.logits, logits)
+            assert np.isclose(got.loss, loss, rtol=1e-5), (name, i, got.loss, loss)
+        for p, w in zip(trainer.params, weights, strict=True):
             equal(p, w, f"{name} {p.name}", rtol=1e-3)

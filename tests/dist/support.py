@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -44,6 +46,19 @@ def equal(got, wanted, what: str = "", rtol: float = RTOL) -> None:
     scale = max(float(np.abs(b).max(initial=0)), 1e-6)
     worst = float(np.abs(a.astype(np.float64) - b).max(initial=0)) / scale
     assert worst <= rtol, f"{what}: off by {worst:.2e} of the largest element"
+
+
+def each_once(*makes: Callable[[], Any]) -> list:
+    """What they return, of NumPy arrays and numbers: each is called on one rank, in turn, which tells the others.
+
+    For what one device gives, as every rank would compute the same: with 4 ranks that is a third of a case of the recipe.
+    """
+    world = comm.current_world()
+    mine = {i: make() for i, make in enumerate(makes) if i % world.size == world.rank}
+    heard = {}
+    for of_a_rank in comm.group(tuple(range(world.size))).all_gather_object(mine):
+        heard |= of_a_rank
+    return [heard[i] for i in range(len(makes))]
 
 
 # At the first call of a style with a plain input that it takes as cut: ranks tell each other the extents.

@@ -13,7 +13,7 @@ from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.parallel.experts import ratio
 from tests.cases import case
-from tests.dist.support import array, counted, mesh_1d, refusal
+from tests.dist.support import array, counted, each_once, mesh_1d, refusal
 from tests.experts.reference import expected, operands, random_choice
 from tests.tiers import sampled
 
@@ -50,11 +50,12 @@ def results_and_gradients_are_those_of_one_device(world):
 
 
 def as_on_one_device(world):
-    n, mesh = world.size, mesh_1d(world.size, "ep")
-    for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
-        chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+    n, mesh, given = world.size, mesh_1d(world.size, "ep"), []
+    for seed, (tokens, experts, k, choose) in enumerate(ten(n).values()):
         x, weights, dout, ws = operands(seed, tokens, experts, k)
-        want = expected(x, weights, chosen, dout, ws)
+        given.append((x, weights, choose(np.random.default_rng(seed), tokens, experts, k), dout, ws))
+    wanted = each_once(*(lambda of=of: expected(*of) for of in given))
+    for name, (x, weights, chosen, dout, ws), want in zip(ten(n), given, wanted, strict=True):
         *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
         for dedup in (False, True):
             def loss(x, weights, *w, picks=picks, cot=cot, dedup=dedup):
@@ -76,7 +77,7 @@ def gradients_of_experts_are_sums_over_the_other_data_axes_alone(world):
     tokens, experts, k = 9, 5, 2
     chosen = random_choice(np.random.default_rng(1), tokens, experts, k)
     x, weights, dout, ws = operands(2, tokens, experts, k)
-    want = expected(x, weights, chosen, dout, ws)
+    want, = each_once(lambda: expected(x, weights, chosen, dout, ws))
     for axes, rows, by_w in ((("dp", "ep"), [Shard(0), Shard(0)], lambda d: [Replicate(), Shard(0)]),
                              (("ep", "tp"), [Shard(0), Replicate()], lambda d: [Shard(0), Shard(d)]),
                              (("ep", "tp"), [Shard(0), Replicate()], lambda d: [Shard(0), Replicate()]),

@@ -18,7 +18,7 @@ from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
-from tests.dist.support import array
+from tests.dist.support import array, each_once
 from tests.sharding.support import collected, none_of
 from tests.tiers import sampled
 
@@ -47,16 +47,19 @@ def run(one: Trainer, steps: int = 10, begin: int = 0) -> list[list[float]]:
 
 
 @lru_cache
-def one_device(tied: bool) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    one = trainer(config(ParallelConfig(), tied), on_mesh=False)
-    numbers = run(one)
-    assert numbers[0][-1] < numbers[0][0] - 0.5
-    return numbers, {p.name: array(p) for p in one.params}
+def one_device() -> list[tuple[list[list[float]], dict[str, np.ndarray]]]:
+    """Of weights that are not tied, and of such that are."""
+    def ran(tied: bool):
+        one = trainer(config(ParallelConfig(), tied), on_mesh=False)
+        numbers = run(one)
+        assert numbers[0][-1] < numbers[0][0] - 0.5
+        return numbers, {p.name: array(p) for p in one.params}
+    return each_once(lambda: ran(False), lambda: ran(True))
 
 
 def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None:
     made = trainer(config(parallel, tied, **train))
-    want, params = one_device(tied)
+    want, params = one_device()[tied]
     for got, wanted in zip(run(made), want, strict=True):
         assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
     names = {p.name for p in made.params}

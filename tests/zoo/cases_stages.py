@@ -19,7 +19,7 @@ from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.pipeline import ScheduleGPipe, pipeline
 from tests.cases import case
-from tests.dist.support import array
+from tests.dist.support import array, each_once
 from tests.sharding.support import collected, none_of
 from tests.tiers import sampled
 from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, config, run, trainer
@@ -42,9 +42,11 @@ def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train)
 
 @lru_cache
 def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[str, np.ndarray], list | None]:
-    one = trainer(configured(kind, ParallelConfig(), micro_batches=micro_batches), on_mesh=False)
-    numbers = run(one, 3)
-    return numbers, {p.name: array(p) for p in one.params}, None if one.loads is None else one.loads.tolist()
+    def ran():
+        one = trainer(configured(kind, ParallelConfig(), micro_batches=micro_batches), on_mesh=False)
+        numbers = run(one, 3)
+        return numbers, {p.name: array(p) for p in one.params}, None if one.loads is None else one.loads.tolist()
+    return each_once(ran)[0]
 
 
 def as_one_device(kind: str, parallel: ParallelConfig, micro_batches: int = 2, **train) -> None:
