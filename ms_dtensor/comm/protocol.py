@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -214,6 +215,7 @@ def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
     return (slice(None),) * dim + (slice(start, stop),)
 
 
+@cache
 def dtype_text(dtype) -> str:
     """A dtype in messages; `shm` carries bfloat16 as two bytes."""
     return "bfloat16" if str(dtype) == "|V2" else str(dtype)

@@ -91,7 +91,7 @@ class CachedCall:
             out = self.plan.results.wrap(result, False)
         if short.view is not None:
             first = tensors[0]
-            link(first, out, *short.view)
+            link(first, out, short.view)
             if recording() and not first._is_leaf and out.__class__ is dtensor:
                 memo_of(out).view_of = first, self.plan, (func, primitive, args, kwargs, tensors)
         return out

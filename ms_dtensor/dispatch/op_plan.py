@@ -242,7 +242,7 @@ class OpPlan:
             inplace.store(first, out, grad, versioned)
             return first
         if self.view is not None and not copied:
-            link(first, out, *self.view)
+            link(first, out, self.view)
         if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)

@@ -15,7 +15,7 @@ from ..comm.packing import cast
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
-from ..internals.names import NoFallbackGuard, enabled, recording, set_requires_grad
+from ..internals.names import NoFallbackGuard, detach, enabled, recording, set_requires_grad
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -68,7 +68,7 @@ def local_alias(x):
 def detached(x):
     """The same values, connected to nothing."""
     with NoFallbackGuard():
-        out = ops.stop_gradient(local_alias(x))
+        out = detach(local_alias(x))
     return out if getattr(x, "_layout", None) is None else wrap(out, x._layout)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from mindspore import Tensor
@@ -17,49 +18,83 @@ from .memo import Memo, memo_of
 
 
 class Kin:
-    """Where one tensor stands among the views of one tensor."""
+    """Where one tensor stands among the views of one tensor.
 
-    __slots__ = ("in_order", "members", "native", "parent", "repeated", "storage")
+    Only what `link` was told is kept, and what follows from it is found when a write asks: views are many, writes few.
+    """
+
+    __slots__ = ("how", "members", "source")
     members: list[weakref.ref]  # all tensors of the family; one list that all share
-    parent: Kin | None  # of what this one is a view of; None: of nothing, or it is a tensor that was handed back
-    storage: object  # a token that those have in common who share storage by what was planned
-    in_order: bool  # the elements lie as in what the family comes from
-    repeated: bool  # several elements share one place
-    native: bool  # only MindSpore's own ops led here, so what is no view here is none on one device either
+    source: Kin | None  # of what this one was made of; None: of nothing
+    how: tuple[bool, bool, str]  # what `link` was told
+
+    def _path(self) -> Iterator[Kin]:
+        kin: Kin | None = self
+        while kin is not None:
+            yield kin
+            kin = kin.source
+
+    @property
+    def parent(self) -> Kin | None:
+        """Of what this one is a view of; None: of nothing, or it is a tensor that was handed back."""
+        return next((kin.source for kin in self._path() if kin.how[2] != "itself"), None)
+
+    @property
+    def storage(self) -> Kin:
+        """Whose storage this one has by what was planned: the same for those that have it in common."""
+        for kin in self._path():
+            shares, _, order = kin.how
+            if kin.source is None or not shares or (order == "unsure" and not kin.source.in_order):
+                return kin
+        raise AssertionError  # a path ends at what has no source
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the elements lie as in what the family comes from."""
+        return all(kin.how[2] in ("same", "unsure", "itself") for kin in self._path())
+
+    @property
+    def repeated(self) -> bool:
+        """Whether several elements share one place."""
+        for kin in self._path():
+            if kin.how[2] == "repeated" or not kin.how[0]:
+                return kin.how[2] == "repeated"
+        return False
+
+    @property
+    def native(self) -> bool:
+        """Whether only MindSpore's own ops led here, so what is no view here is none on one device either."""
+        return all(kin.how[1] for kin in self._path())
 
 
-def link(source, result: Any, shares: bool, native: bool, order: str) -> None:
+def link(source, result: Any, how: tuple[bool, bool, str]) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
     Args:
         source: the DTensor that was viewed.
         result: the view, or a tuple of views; made just now.
-        shares: by what was planned the storage is the source's.
-        native: MindSpore's own op ran, so what is no view here is none on one device either.
-        order: see `order_of_view`.
+        how: by what was planned, whether the storage is the source's; whether MindSpore's own op ran, so what is no view
+            here is none on one device either; see `order_of_view`.
     """
     if result.__class__ in (tuple, list):
         for r in result:
-            link(source, r, shares, native, order)
+            link(source, r, how)
         return
     memo = source._memo
-    parent = None if memo is None else memo.kin
-    if parent is None:
-        parent = memo_of(source).kin = Kin()
-        parent.members, parent.native, parent.parent, parent.storage = [weakref.ref(source)], True, None, object()
-        parent.in_order, parent.repeated = True, False
-    members = parent.members
+    kin = None if memo is None else memo.kin
+    if kin is None:
+        kin = memo_of(source).kin = Kin()
+        kin.members, kin.source, kin.how = [weakref.ref(source)], None, _FIRST
+    members = kin.members
     if not len(members) & 31:
         members[:] = [ref for ref in members if ref() is not None]
     members.append(weakref.ref(result))
     result._memo = memo = Memo()
-    memo.kin = kin = Kin()
-    kin.members = members
-    kin.parent = parent.parent if order == "itself" else parent
-    kin.native = native and parent.native
-    kin.in_order = parent.in_order and order in ("same", "unsure", "itself")
-    kin.repeated = order == "repeated" or (shares and parent.repeated)
-    kin.storage = parent.storage if shares and (order != "unsure" or parent.in_order) else object()
+    memo.kin = own = Kin()
+    own.members, own.source, own.how = members, kin, how
+
+
+_FIRST = True, True, "same"
 
 
 def kin_of(x) -> Kin | None:
@@ -79,7 +114,7 @@ def contiguous(x):
     if kin is None or kin.in_order:
         return x
     out = x.clone()
-    link(x, out, False, False, "unsure")
+    link(x, out, (False, False, "unsure"))
     return out
 
 

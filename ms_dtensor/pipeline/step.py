@@ -21,13 +21,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ..comm.packing import added
+from ..comm.packing import add_into, added
 from ..comm.pretended import executing
 from ..core.tree import leaves, map_leaves
-from ..dispatch.operands import detached
+from ..dispatch.operands import detached, local_alias, wrap
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import PeerLost, ScheduleError
 from ..internals.target import on_cpu
+from ..ops.local.dtypes import full
 from ..parallel.sharding.call import units_of
 from ..tensor.dtensor import DTensor
 from .actions import Action, Actions, Overlap, Result, computing
@@ -57,6 +58,8 @@ class Step:
         self.in_parts = {(a.stage, a.microbatch) for _, _, a in computing(schedule.actions.ranks) if a.kind == "I"}
         self.params = {s: stage.params() for s, stage in schedule.stages.items()}
         self.sums: dict[int, Any] = {}
+        self.own: set[int] = set()  # whose sums are tensors that this step made
+        self.starts: dict[tuple, Tensor] = {}  # cotangents of losses, by weight and dtype
         self.losses: list[Any] = []
         if (dry := executing()) is not None:
             dry.picture = partial(_picture, schedule.actions)
@@ -141,7 +144,7 @@ class Step:
         inputs = microbatch(args, i, m) if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
         kwargs, target = microbatch(kwargs, i, m), microbatch(target, i, m) if stage.is_last else None
         loss_fn = self.schedule.loss_fn if stage.is_last else None
-        then = None if loss_fn is None else lambda out: _number(loss_fn(out, target)) * self.weights[i]
+        then = None if loss_fn is None else lambda out: _number(loss_fn(out, target))
         if self.training:
             made = self.recordings[s, i] = stage.record(inputs, kwargs, then, (s, i) in self.in_parts)
             out = map_leaves(detached, made.outputs, Tensor)
@@ -149,7 +152,7 @@ class Step:
             out = stage.module(*inputs, **kwargs)
             out = out if then is None else then(out)
         if stage.is_last:
-            self.losses.append(out)
+            self.losses.append(out if loss_fn is None else out * self.weights[i])
         else:
             self.there["F", s, i] = out
 
@@ -157,7 +160,9 @@ class Step:
         s, i = action.stage, action.microbatch
         stage, made, params = self.schedule.stages[s], self.recordings[s, i], self.params[s]
         cotangents = None
-        if action.kind != "W" and not stage.is_last:
+        if action.kind != "W" and stage.is_last:
+            cotangents = self._start(self.weights[i], made.outputs.dtype)
+        elif action.kind != "W":
             arriving = iter(self._take(("B", s + 1, i)))
             cotangents = [next(arriving) if x.is_floating_point() else x for x in leaves(made.outputs, Tensor)]
         grads: list = []
@@ -175,9 +180,28 @@ class Step:
         for p, g in zip(params, grads):
             if id(p) in stage.held_back:  # zeros: the last micro-batch's gradient has all
                 continue
-            self.sums[id(p)] = added(self.sums[id(p)], g) if id(p) in self.sums else g
+            self._add(id(p), g)
         if action.kind != "W" and not stage.is_first:
             self.there["B", s, i] = dx
+
+    def _start(self, weight: float, dtype: Any) -> Tensor:
+        """The cotangent of a loss that counts by this weight."""
+        if (weight, dtype) not in self.starts:
+            self.starts[weight, dtype] = full((), float(weight), dtype)
+        return self.starts[weight, dtype]
+
+    def _add(self, key: int, grad: Any) -> None:
+        """Adds up a parameter's gradients: the first may be somebody else's tensor, the sum with the second is not."""
+        if key not in self.sums:
+            self.sums[key] = grad
+            return
+        at = getattr(grad, "_layout", None)
+        if key in self.own and at is getattr(self.sums[key], "_layout", None):
+            made = add_into(local_alias(self.sums[key]), local_alias(grad))
+            self.sums[key] = made if at is None else wrap(made, at)
+        else:
+            self.sums[key] = added(self.sums[key], grad)
+            self.own.add(key)
 
     # -- results -----------------------------------------------------------------------------------------------------
 

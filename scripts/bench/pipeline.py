@@ -153,7 +153,7 @@ def cost(args) -> dict:
                         last = stage.is_last
 
                         def forward(x, stage=stage, last=last):
-                            return (stage.module(x) ** 2).mean() if last else stage.module(x)
+                            return ((stage.module(x) - x) ** 2).mean() if last else stage.module(x)
                         rec = (HeldRecording if s in parts else Recording).of(forward, x[:1])
                         if s in parts:
                             rec.backward_inputs(None if last else [x[:1]], stage.params())

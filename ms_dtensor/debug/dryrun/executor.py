@@ -453,6 +453,14 @@ class Executor(Told):
         at = self.note("accumulate", "backward", "", 0, 2 * size, size, (a, b), a.dtype)
         return self.ledger.new(a._shape, a.dtype, kind or self.ledger.kind_of(a), at)
 
+    def add_into(self, out: Tensor, x: Tensor) -> Tensor:
+        """Of two gradients, in the memory of the first."""
+        if self.on_host and out.dtype not in (ms.float32, ms.float64):  # as `packing.add_into`
+            return self.sum(out, x)
+        size = prod(out._shape) * out.itemsize
+        self.note("accumulate", "backward", "", 0, 2 * size, size, (out, x), out.dtype)
+        return out
+
     def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:
         """A tensor of its own, of the kind, shape and dtype of another unless it is said otherwise."""
         kind = kind or self.ledger.kind_of(x)

@@ -22,7 +22,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import ArrayOps, TensorOps, added, cast, copy, numpy_dtype, write
+from ...comm.packing import ArrayOps, TensorOps, add_into, added, cast, copy, numpy_dtype, write
 from ...comm.pretended import executing
 from ...dispatch.memo import memo_of
 from ...dispatch.patches.gradients import REDUCED_BY, asked_for
@@ -256,7 +256,8 @@ class Reduction:
         """A summand and what is owed; if this backward `keeps` it, that is owed from here on."""
         owed = self._owed.pop(key, None)
         if owed is not None:
-            grad = added(owed, grad)
+            # what was cast may be autograd's, and that of another parameter, too; a copy is nobody else's
+            grad = add_into(owed, grad) if dtype is None else added(owed, grad)
         if keeps:
             own = grad if owed is not None else copy(grad) if dtype is None else cast(grad, dtype)
             self._owed[key] = gradient(own)
