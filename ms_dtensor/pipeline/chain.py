@@ -41,6 +41,12 @@ class Absent(nn.Cell):
         self.path = path
         self.chain: Chain | None = None
 
+    def __call__(self, *args, **kwargs):
+        """As a cell's; without hooks by itself, as a stage calls all cells of a model and has few of them."""
+        if self._forward_pre_hook or self._forward_hook:
+            return super().__call__(*args, **kwargs)
+        return self.construct(*args, **kwargs)
+
     def construct(self, x=None, *args, **kwargs):
         if self.chain is not None:
             self.chain.come(self.path, x, True)
@@ -83,10 +89,10 @@ class Chain:
         @functools.wraps(given)
         def construct(cell, *args, **kwargs):
             self._hook_last()
-            self.last, self.absent, self.at = args[0] if args else None, not self.first, "the stage before"
+            self.last, self.absent, self.at = args[0] if args else None, not self.first, ""
             out = given(cell, *args, **kwargs)
             if self.absent:
-                self._same("what the stage returns", out)
+                self._same("", out)
             self.last = None
             return out
         return construct
@@ -94,21 +100,24 @@ class Chain:
     def come(self, path: str, x: Any, absent: bool) -> None:
         """A cell is called."""
         if (absent or self.absent) and not recomputing.get():
-            self._same(f"what '{path}' is given", x)
+            self._same(path, x)
 
     def go(self, path: str, out: Any, absent: bool) -> None:
         """It has returned."""
         if not recomputing.get():
-            self.last, self.absent, self.at = out, absent, f"'{path}'"
+            self.last, self.absent, self.at = out, absent, path
 
-    def _same(self, what: str, x: Any) -> None:
-        if not on_cpu():
+    def _same(self, path: str, x: Any) -> None:
+        """`path`: of the cell that is given it; "" if the stage returns it."""
+        if x is self.last or not on_cpu():
             return
         one, two = (next(iter(leaves(y, Tensor)), None) for y in (self.last, x))
         if one is None or two is None or one.dtype != two.dtype or not one.size or not two.size:
             return
         if Tensor.data_ptr(local_alias(one)) != Tensor.data_ptr(local_alias(two)) or one.shape != two.shape:
-            raise LayoutError(f"For a pipeline, {what} is not what {self.at} handed on.",
+            what = f"what '{path}' is given" if path else "what the stage returns"
+            before = f"'{self.at}'" if self.at else "the stage before"
+            raise LayoutError(f"For a pipeline, {what} is not what {before} handed on.",
                               f"{list(two.shape)} after {list(one.shape)}",
                               "What `construct` does beside a cell of another stage is done on each stage once more.",
                               ("put it into a cell: a scale after the embedding into that, a residual into a block",

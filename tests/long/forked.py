@@ -6,6 +6,7 @@ Not a launcher for users: no scheduler, so of the backends only `shm`. What a ra
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ def world(size: int, run: Callable[[int], object], limit: float = 60) -> dict[in
     global _count
     _count += 1
     job, pids, reads = f"{20000 + os.getpid() % 20000}{_count}", [], []
+    gc.freeze()  # else each rank's collector writes into all pages that it shares with the parent, and copies them
     for rank in range(size):
         read, write = os.pipe()
         pid = os.fork()
@@ -45,6 +47,7 @@ def world(size: int, run: Callable[[int], object], limit: float = 60) -> dict[in
         os.close(write)
         pids.append(pid)
         reads.append(read)
+    gc.unfreeze()
     until, left, texts = time.time() + limit, dict(enumerate(pids)), [b""] * size
     for read in reads:  # a report may be longer than a pipe holds
         os.set_blocking(read, False)
