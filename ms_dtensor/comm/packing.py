@@ -290,16 +290,14 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_into(out: Tensor, x: Tensor) -> Tensor:
-    """`out`, a local gradient that nobody else holds, with another added to it."""
+    """`out`, a local gradient that nobody else holds, with another added to it: in its place on hosts."""
     dry = executing()
+    on_host = on_cpu() if dry is None else dry.on_host
+    if not on_host or out.dtype not in (mstype.float32, mstype.float64):  # NumPy adds others slowly, or not at all
+        return added(out, x)
     if dry is not None:
-        return dry.add_into(out, x)
+        return dry.sum(out, x, into=True)
     x = x if x.dtype == out.dtype else x.astype(out.dtype)
-    if not on_cpu():
-        out.add_(x)
-        return out
-    if out.dtype not in (mstype.float32, mstype.float64):  # of others NumPy adds slowly, or not at all
-        return out + x
     array = _array(out)
     np.add(array, x.asnumpy(), out=array)  # a third of the time of MindSpore's, whose sum is a tensor of its own
     return out

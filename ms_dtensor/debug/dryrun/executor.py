@@ -447,19 +447,11 @@ class Executor(Told):
         out.requires_grad = param.requires_grad
         return out
 
-    def sum(self, a: Tensor, b: Tensor, kind: str = "") -> Tensor:
-        """Of two gradients, in the place of the first; of its kind, unless it is said otherwise."""
+    def sum(self, a: Tensor, b: Tensor, kind: str = "", into: bool = False) -> Tensor:
+        """Of two gradients, a tensor or `into` the first; of its kind, unless it is said otherwise."""
         size = prod(a._shape) * a.itemsize
         at = self.note("accumulate", "backward", "", 0, 2 * size, size, (a, b), a.dtype)
-        return self.ledger.new(a._shape, a.dtype, kind or self.ledger.kind_of(a), at)
-
-    def add_into(self, out: Tensor, x: Tensor) -> Tensor:
-        """Of two gradients, in the memory of the first."""
-        if self.on_host and out.dtype not in (ms.float32, ms.float64):  # as `packing.add_into`
-            return self.sum(out, x)
-        size = prod(out._shape) * out.itemsize
-        self.note("accumulate", "backward", "", 0, 2 * size, size, (out, x), out.dtype)
-        return out
+        return a if into else self.ledger.new(a._shape, a.dtype, kind or self.ledger.kind_of(a), at)
 
     def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:
         """A tensor of its own, of the kind, shape and dtype of another unless it is said otherwise."""
