@@ -2,13 +2,15 @@
 """Pipelines that run, on real ranks."""
 from __future__ import annotations
 
+import mindspore as ms
+import numpy as np
 import pytest
-from mindspore import nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.ops import ones
 
 from ms_dtensor import init_device_mesh
 from ms_dtensor.errors import ConfigError, ScheduleError
-from ms_dtensor.pipeline import Schedule1F1B, pipeline
+from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, pipeline
 
 
 def test_what_is_no_stage_is_refused(cpu):
@@ -22,3 +24,31 @@ def test_what_is_no_stage_is_refused(cpu):
         with pytest.raises(error, match="For ") as refused:
             call()
         assert text in str(refused.value)
+
+
+class Added(nn.Cell):
+    """Two parameters of which autograd hands out one gradient, the same tensor, and which is the first stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (Parameter(Tensor(np.random.default_rng(i).normal(size=(1, 4)).astype(np.float32))) for i in (1, 2))
+
+    def construct(self, x):
+        return x * 2 + self.a + self.b
+
+
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleZBH1])
+def test_sums_and_weights_are_one_devices_where_gradients_are_one_tensor(cpu, kind):
+    mesh, plain = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), Added()
+    x, t = (Tensor(np.random.default_rng(i).normal(size=(5, 4)).astype(np.float32)) for i in (3, 4))
+    weights = [0.1, 0.35, 0.2, 0.05, 0.3]
+    schedule = kind(pipeline(nn.SequentialCell(Added()), mesh), 5, lambda y, t: ((y - t) ** 2).mean())
+
+    def want():
+        return (((plain(x) - t) ** 2).mean(-1) * Tensor(np.array(weights, np.float32))).sum()
+    value, grads = ms.value_and_grad(want, None, plain.trainable_params())()
+    loss, got = schedule.step(x, target=t, weights=weights)
+    assert float(loss) == pytest.approx(float(value), rel=1e-6)
+    assert float(schedule.eval(x, target=t, weights=weights)) == pytest.approx(float(value), rel=1e-6)
+    for w, g in zip(grads, got, strict=True):
+        np.testing.assert_allclose(g.asnumpy(), w.asnumpy(), rtol=1e-5)

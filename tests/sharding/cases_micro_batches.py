@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from ms_dtensor import replicate, value_and_grad
+from ms_dtensor import MixedPrecisionPolicy, fully_shard, replicate, value_and_grad
 from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.sharding.support import ROWS, SHARDED, WAYS, Net, collected, data_mesh, filled, none_of, rows_of
@@ -130,6 +130,32 @@ def a_cell_ran_but_none_of_its_parameters_reaches_the_loss_of_the_last_one(world
                 wrap(net, mesh, (net.a, net.b))
                 summed(net, plain, mesh, [gated("open"), gated(last), gated(last)])
             collected(faults, f"{way}, {last}", steps)
+    none_of(faults)
+
+
+class Added(nn.Cell):
+    """Two parameters of which autograd hands out one gradient, the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 4)
+
+    def construct(self, x):
+        return mint.matmul(x, self.a.weight + self.b.weight) + self.c(x)
+
+
+@case(2)
+def sums_of_parameters_whose_gradient_is_one_tensor(world):
+    mesh, faults = data_mesh(world), []
+    wide = MixedPrecisionPolicy(reduce_dtype=ms.float64)
+    ways = {**WAYS, "wide": lambda net, mesh, inner: fully_shard(net, mesh=mesh, mp_policy=wide),
+            "wide kept": lambda net, mesh, inner: replicate(net, mesh=mesh, mp_policy=wide)}
+    for way, wrap in ways.items():
+        def steps(wrap=wrap):
+            plain, net = filled(Added()), filled(Added())
+            wrap(net, mesh, ())
+            summed(net, plain, mesh, [lambda net: lambda x: (net(x) ** 2).mean()] * 4)
+        collected(faults, way, steps)
     none_of(faults)
 
 
