@@ -43,6 +43,12 @@ def wrote(x, versioned: bool = False) -> None:
         memo.stood_for()
 
 
+def times_written(x) -> int:
+    """How often a DTensor was written, other than by an optimizer; of others nobody counts."""
+    memo = getattr(x, "_memo", None)
+    return 0 if memo is None else memo.written
+
+
 def stepped(x) -> None:
     """An optimizer has written it: of a DTensor, what is kept of its values for a backward is of others."""
     if getattr(x, "_layout", None) is not None:

@@ -21,6 +21,7 @@ from ..core.layout import Layout
 from ..custom_ops.function import DFunction
 from ..dispatch import modes
 from ..dispatch.held import holding
+from ..dispatch.memo import times_written
 from ..dispatch.operands import as_local, recording
 
 RUN = "_ms_dtensor_late"  # of a cell, while its block runs: the `Late` of that run
@@ -110,7 +111,7 @@ def _weights(cells: tuple[nn.Cell, ...]) -> tuple:
 
 def _seen(cells: tuple[nn.Cell, ...], axes: tuple[int, ...]) -> tuple:
     """What a gate was made for: which weights, of which values."""
-    return axes, *((id(w), 0 if w._memo is None else w._memo.written) for w in _weights(cells))
+    return axes, *((id(w), times_written(w)) for w in _weights(cells))
 
 
 def _delays() -> bool:

@@ -34,6 +34,7 @@ from ...internals import names
 from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_grad, recompute_module
 from .. import modes
 from ..held import holding
+from ..memo import times_written
 from ..operands import detached, leaf_of, local_alias, recording, wrap
 
 # Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
@@ -145,7 +146,7 @@ class _Forward:
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             stack.callback(_running.reset, _running.set(ref(self)))
             out = self._run()
-        self.written = _written(self.trained)
+        self.written = [times_written(p) for p, _ in self.trained]
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
             raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
                               "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
@@ -256,7 +257,7 @@ class _Forward:
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
                               "What is recomputed reads its arguments again.", "write to a copy: x * 1")
-        if _written(self.trained) != self.written:
+        if [times_written(p) for p, _ in self.trained] != self.written:
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
         self.number, self.calls_again, self.regions_again = 0, iter(self.calls), iter(self.regions)
@@ -352,11 +353,6 @@ def weakly(method: Callable) -> Callable:
     """A method of what may be gone when it is called; that gives None."""
     held = WeakMethod(method)
     return lambda *args: None if (call := held()) is None else call(*args)
-
-
-def _written(trained: list[tuple]) -> list[int]:
-    """How often DTensor parameters have been written."""
-    return [0 if getattr(p, "_memo", None) is None else p._memo.written for p, _ in trained]
 
 
 def _is_dtensor(x: Tensor) -> bool:

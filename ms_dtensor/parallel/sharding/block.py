@@ -27,6 +27,7 @@ from ...comm.parts import Parts, in_chains
 from ...comm.pretended import executing
 from ...comm.protocol import Work
 from ...core.layout import Layout
+from ...dispatch.memo import times_written
 from ...dispatch.operands import local_alias
 from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
@@ -256,7 +257,7 @@ class Block:
 
     def rewritten(self) -> bool:
         """Whether a shard was written since it was gathered, other than by an optimizer or as a local tensor."""
-        return any(p._memo is not None and p._memo.written != then[0] for p, then in zip(self.params, self._gathered))
+        return any(times_written(p) != then[0] for p, then in zip(self.params, self._gathered))
 
     def forget_row(self) -> None:
         """The backward packs anew."""
