@@ -209,7 +209,7 @@ class Call:
     def _whole(self, key: int, p, node: Tensor | None) -> Tensor:
         """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
         block, i = self.unit.place[key]
-        held = block.memory.tensor(i)
+        held, layout = block.memory.tensor(i), block.whole[i]
         if node is None:
             if self.recorded and p.ndim < 2:
                 # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values: that
@@ -219,8 +219,10 @@ class Call:
                 self.copied.add(key)
             set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
         if self.unit.local:
-            return local.gathered(self, p, node, held)
-        return wrap(held, block.whole[i]) if node is None else self._connected(key, node, held)
+            if node is not None and block.reduce_dtype is not None:
+                node = as_copy(held, self.summed(key, node), block.reduce_dtype, layout.gradient(self.unit.partial_on[key]))
+            return local.stands_for(self, p, held if node is None else node, layout)
+        return wrap(held, layout) if node is None else self._connected(key, node, held)
 
     def _connected(self, key: int, node: Tensor, data: Tensor) -> Tensor:
         """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""

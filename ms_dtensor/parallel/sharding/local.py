@@ -90,27 +90,17 @@ def _seen_as(layout: Layout, data: tuple[str, ...]) -> Layout | None:
     return Layout(layout.mesh[others], placed, layout.shape, layout.dtype, order)
 
 
-def stands_for(call: Call, p: Any, x: Tensor, layout: Layout, lent: bool) -> Tensor:
+def stands_for(call: Call, p: Any, x: Tensor, layout: Layout) -> Tensor:
     """The local tensor `x`, connected or not, as cells see the parameter `p`; `layout`: how it lies on all axes."""
     seen = _seen_as(layout, call.unit.mesh.mesh_dim_names)
     if seen is None:
         return x
     out = wrap(x, seen)
     memo_of(out).partial_grad_axes = summed_axes(seen)
-    if lent:
+    if id(p) in call.unit.place and id(p) not in call.copied:
         memo_of(out).lent = call, p
     out.__class__ = LocalWeight
     return out
-
-
-def gathered(call: Call, p: Any, node: Tensor | None, held: Tensor) -> Tensor:
-    """A cut parameter, whole in `held`; `node` is what its gradient goes to."""
-    unit = call.unit
-    block, i = unit.place[id(p)]
-    layout = block.whole[i]
-    if node is not None and block.reduce_dtype is not None:
-        node = as_copy(held, call.summed(id(p), node), block.reduce_dtype, layout.gradient(unit.partial_on[id(p)]))
-    return stands_for(call, p, held if node is None else node, layout, id(p) not in call.copied)
 
 
 def kept(call: Call, p: Any) -> Tensor:
@@ -126,7 +116,7 @@ def kept(call: Call, p: Any) -> Tensor:
     else:
         x = as_copy(x, p, unit.policy.reduce_dtype or dtype, cotangent)
     layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
-    return stands_for(call, p, x, layout, False)
+    return stands_for(call, p, x, layout)
 
 
 def plain_in_and_out(who: str) -> tuple[Callable, Callable]:

@@ -90,7 +90,7 @@ def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> No
                               "Their loss is the global batch's, and gradients are those of one device.",
                               "fully_shard(..., local_inputs=True), for cells of local tensors")
     for unit in _units(self, recurse):
-        unit.reduction.averages = reduce_op_type == "avg"
+        unit.reduction.scale = 1 / unit.mesh.size() if reduce_op_type == "avg" else 1.0
 
 
 def zero_grad(self, *, recurse: bool = True) -> None:

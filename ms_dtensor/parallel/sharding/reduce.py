@@ -137,7 +137,9 @@ class Reduction:
         copying = unit.axes.copying
         self._copied = bool(copying) and unit.mesh[copying].size() > 1  # whether several ranks hold the same shard
         self.copies = unit.mesh.get_group(copying) if self._copied and unit.blocks else None
-        self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
+        self.scale = 1.0  # what sums of gradients are multiplied with
+        if unit.local:  # an average over the ranks that bring data, as in PyTorch; of a global loss there is a sum
+            self.scale /= unit.mesh.size()
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
         self.taken: dict[tuple[Call, int], Tensor] = {}  # of cut parameters, by id, what autograd knows as blanks
@@ -151,11 +153,6 @@ class Reduction:
         self._silent = [] if on_cpu() else [p for key, p in self.params.items() if key in unit.place]  # cut, with no hook
         self._listen()
         self._make_buckets()
-
-    @property
-    def scale(self) -> float:
-        """What sums of gradients are multiplied with."""
-        return 1 / self.unit.mesh.size() if self.averages else 1.0
 
     @property
     def _keeps(self) -> bool:

@@ -148,8 +148,8 @@ class Unit:
     def __deepcopy__(self, memo) -> Unit:
         cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
         out = Unit(self.who, cells, slots, tied, self.axes, self.mode, self.policy, self.bucket_mb)
-        out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.averages = \
-            self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.averages
+        out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.scale = \
+            self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.scale
         return out
 
     @property
@@ -285,8 +285,7 @@ class Unit:
     def log(self, event: str, phase: str) -> None:
         """One line an event, for who reads the log at DEBUG."""
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s: %s %s, %d bytes", self.label, event, phase,
-                       sum(block.bytes for block in self.blocks))
+            _log.debug("%s: %s %s, %d bytes", self.label, event, phase, sum(block.bytes for block in self.blocks))
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
