@@ -14,7 +14,6 @@ import contextvars
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import mindspore as ms
 from mindspore import Tensor, nn
 
 from ..core.layout import Layout
@@ -117,8 +116,3 @@ def _seen(cells: tuple[nn.Cell, ...], axes: tuple[int, ...]) -> tuple:
 def _delays() -> bool:
     mode = modes.mode.get()
     return recording() and holding.get() is None and not mode.check_types and not mode.check_gradients
-
-
-def lent(weight: Tensor) -> Tensor:
-    """In the place of a gradient that is owed: its shape."""
-    return ms.ops.zeros((1,) * weight.ndim, weight.dtype).expand(weight._shape)
