@@ -96,7 +96,7 @@ def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> No
 def zero_grad(self, *, recurse: bool = True) -> None:
     """Lets go of `.grad` and `.main_grad` of this cell's parameters."""
     for unit in _units(self, recurse):
-        for _, _, p in unit.slots:
+        for p in unit.params.values():
             for kept in ("grad", "main_grad"):
                 if getattr(p, kept, None) is not None:
                     setattr(p, kept, None)
