@@ -21,7 +21,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
-from tests.dist.support import counted, equal, equal_steps, mesh_2d
+from tests.dist.support import counted, equal, equal_steps, mesh_2d, of_plain
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
 
@@ -78,7 +78,7 @@ def loss_of(net):
 
 def same_step(net, plain, mesh, loss=loss_of, rtol: float = 2e-5):
     """Loss and gradients of a step; returns what it communicated."""
-    want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS))
+    want = of_plain(plain, ROWS, loss, lambda: ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS)))
     with counted() as count:
         got = value_and_grad(loss(net), None, net.trainable_params())(mine(mesh))
     equal(got[0], want[0], "loss", rtol)

@@ -79,13 +79,13 @@ def _check(name, build, value_and_grad):
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_local_gradients(world):
-    for name, build in sampled(OPTIMIZERS.items(), 6):
+    for name, build in sampled(OPTIMIZERS.items(), 8):
         _check(name, build, ms.value_and_grad)
 
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_dtensor_gradients(world):
-    for name, build in sampled(reversed(OPTIMIZERS.items()), 6):
+    for name, build in sampled(reversed(OPTIMIZERS.items()), 8):
         _check(name, build, md.value_and_grad)
 
 

@@ -137,7 +137,7 @@ def training_cells_and_optimizers(world):
     made = (lambda p: nn.SGD(p, 0.1, momentum=0.9), lambda p: nn.Momentum(p, 0.1, 0.9, weight_decay=0.01),
             lambda p: nn.Adam(p, 0.01), lambda p: ms.experimental.optim.AdamW(p, 0.01),
             lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.1))
-    for make in sampled(made, 2):
+    for make in sampled(made, 3, 1):
         plain, net = _mlp(3), _mlp(3)
         parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
                                                   "2": RowwiseParallel(use_local_output=False)})

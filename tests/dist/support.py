@@ -74,6 +74,22 @@ def counted():
     count.update((e.op, e.phase) for e in events)
 
 
+_PLAIN: list = []  # the last answer of a cell on one device, before it what it was of
+
+
+def of_plain(plain, rows, loss, make: Callable[[], Any]) -> Any:
+    """`make()`, what a cell on one device gives, once for a cell that is asked again with the values and in the order it had.
+
+    Args:
+        loss: a function; of another one the answer is another.
+    """
+    values = [(p.requires_grad, p.asnumpy().tobytes()) for p in plain.get_parameters()]
+    of = (plain, rows, loss), (getattr(plain, "order", None), values)
+    if not (_PLAIN and all(a is b for a, b in zip(_PLAIN[0], of[0])) and _PLAIN[1] == of[1]):
+        _PLAIN[:] = *of, make()
+    return _PLAIN[2]
+
+
 _KNOWN: list = []  # the last reference: its function, inputs and results
 
 

@@ -115,7 +115,7 @@ def as_many_as_ranks_and_more_of_four(world):
 
 @case(4, timeout=180)
 def parts_beside_other_axes(world):
-    beside_other_axes(world, IN_PARTS)
+    beside_other_axes(world, IN_PARTS, 4)
 
 
 @case(2)

@@ -21,6 +21,7 @@ from tests.cases import case
 from tests.dist.support import equal
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import collected, none_of, rows_of
+from tests.tiers import sampled
 
 DIM, BATCH = 6, 8
 X = [np.random.default_rng(70 + i).normal(size=(BATCH, DIM)).astype(np.float32) for i in range(3)]
@@ -122,7 +123,8 @@ def forwards_in_flight_with_different_rooms(world):
         mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
         for policy in ({}, {"reshard_after_forward": False}):
             for forwards in (("inner", "outer"), ("outer", "inner"), ("inner", "outer", "inner")):
-                for order in itertools.permutations(range(len(forwards))):
+                # of two both, of three every other
+                for order in sampled(itertools.permutations(range(len(forwards))), len(forwards) - 1):
                     def run(policy=policy, forwards=forwards, order=order):
                         fills[forwards, order, not policy] = in_flight(mesh, forwards, order, policy)
                     collected(faults, f"{forwards}, {order}, {policy}", run)
