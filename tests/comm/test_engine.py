@@ -2,14 +2,18 @@
 """The shared-memory engine on real processes, without MindSpore: the contract, and every way a job can go wrong."""
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import json
 import os
 import pathlib
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -23,15 +27,27 @@ from tests.msrun import PATIENCE
 WORKER = pathlib.Path(__file__).parent / "worker.py"
 
 
+@functools.cache
+def worker():
+    """A process for all scenarios of this file, which has imported what they need; it ends when its input does."""
+    made = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(made.wait)
+    atexit.register(made.stdin.close)
+    return made
+
+
 def run(scenario, size, *args, timeout="20"):
     """One line per rank, in rank order; extra lines the scenario printed come after."""
-    env = dict(os.environ, TEST_TIMEOUT=timeout)
-    done = subprocess.run([sys.executable, str(WORKER), scenario, str(size), *args], env=env, capture_output=True,
-                          text=True, timeout=PATIENCE)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    ranks = sorted((line for line in lines if "rank" in line), key=lambda line: line["rank"])
-    assert ranks, done.stderr
-    return ranks, [line for line in lines if "rank" not in line]
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
+        print(json.dumps({"args": [scenario, str(size), *args], "timeout": timeout, "out": out.name}), file=worker().stdin,
+              flush=True)
+        told, _, _ = select.select([worker().stdout], [], [], PATIENCE)
+        said = out.read()
+        assert told and worker().stdout.readline() == "done\n", said
+        lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        ranks = sorted((line for line in lines if "rank" in line), key=lambda line: line["rank"])
+        assert ranks, said
+        return ranks, [line for line in lines if "rank" not in line]
 
 
 def connect_all(name, size, late=0.0):

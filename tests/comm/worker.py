@@ -2,6 +2,8 @@
 """Runs a named scenario of `scenarios.py` in N forked processes on the shared-memory engine, without MindSpore.
 
 `python worker.py SCENARIO N [args...]` prints one JSON line per rank: {"rank", "pid", "ok" or "error", ...}.
+Without arguments it does so for each line that it reads, {"args", "timeout", "out"}, in a fork of its own that writes to the
+file `out`, and says when that is done: a test of the engine takes as long to import NumPy as to run.
 """
 from __future__ import annotations
 
@@ -23,11 +25,27 @@ if "ms_dtensor" not in sys.modules:  # the engine alone: the package's own __ini
 sys.path.insert(0, str(HERE))
 
 
-def main() -> int:
-    scenario, size, *args = sys.argv[1:]
-    size = int(size)
-    scenarios = importlib.import_module("scenarios")
-    engine = importlib.import_module("ms_dtensor.comm.shm.rows")
+scenarios = importlib.import_module("scenarios")
+engine = importlib.import_module("ms_dtensor.comm.shm.rows")
+
+
+def serve() -> int:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.environ["TEST_TIMEOUT"] = asked["timeout"]
+            out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            os._exit(run(*asked["args"]))
+        os.waitpid(pid, 0)
+        print("done", flush=True)
+    return 0
+
+
+def run(scenario: str, ranks: str, *args: str) -> int:
+    size = int(ranks)
     name = f"ms_dtensor-test-{os.getpid()}"
     pids = []
     for rank in range(size):
@@ -59,4 +77,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert "mindspore" not in sys.modules
-    sys.exit(main())
+    sys.exit(run(*sys.argv[1:]) if sys.argv[1:] else serve())
