@@ -16,7 +16,7 @@ from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.tensor.distribute import distribute_parameter
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_2d, refusal, same_on_all_ranks
+from tests.dist.support import array, counted, data, each_once, equal, mesh_2d, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 R, S = Replicate(), Shard
@@ -68,7 +68,7 @@ def _train(build, parameters, x, value_and_grad):
 
 def _check(name, build, value_and_grad):
     mesh = mesh_2d()
-    wanted, _ = _train(build, _parameters(), _inputs(), ms.value_and_grad)
+    wanted, = each_once(lambda: list(map(array, _train(build, _parameters(), _inputs(), ms.value_and_grad)[0])))
     got, communicated = _train(build, _parameters(mesh), _inputs(mesh), value_and_grad)
     assert communicated == 0, (name, communicated)
     for g, w, layout, start in zip(got, wanted, LAYOUTS, _parameters()):
@@ -109,7 +109,8 @@ def optimizers_step_where_a_shard_is_empty(world):
             optimizer(tuple(lay(data(40 + 2 * step + i, *t.shape), i) for i, t in enumerate(start)))
         return params
     for name, build in sampled(EMPTY.items(), 4):
-        want = train([Parameter(t.copy(), name=f"p{i}") for i, t in enumerate(start)], build, lambda t, i: t)
+        want, = each_once(lambda build=build: list(map(array, train(
+            [Parameter(t.copy(), name=f"p{i}") for i, t in enumerate(start)], build, lambda t, i: t))))
         params = [distribute_parameter(Parameter(t, name=f"p{i}"), mesh, layouts[i]) for i, t in enumerate(start)]
         with counted() as count:
             got = train(params, build, lambda t, i: distribute_tensor(t, mesh, layouts[i], src_data_rank=None))
