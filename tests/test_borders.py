@@ -16,6 +16,7 @@ from mindspore import Tensor, mint, ops
 import ms_dtensor as md
 from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh
 from ms_dtensor.errors import MixedOperandError, OpRuleError
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 SCRIPT = Path(__file__).resolve().parent.parent / "tests/long/fuzz_borders.py"
@@ -80,7 +81,7 @@ def test_other_capture_modes_refuse_too(tmp_path):
     script = tmp_path / "modes.py"
     modes = ("trace", "bytecode") if sys.version_info < (3, 12) else ("trace",)  # MindSpore 2.10 has no bytecode mode there
     script.write_text(OTHER_MODES.replace("{modes}", repr(modes)))
-    told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False,
+    told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False,
                           env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}).stdout
     argument = "For 'ms.jit', an argument is a DTensor."
     capture = {"trace": "For 'ms.jit', a result is a DTensor.",

@@ -17,6 +17,7 @@ from ms_dtensor.debug import svg
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.bench import arithmetic, columns, report, run, suites
 from ms_dtensor.tools.bench.hosts import Host, read_hosts, shell_text
+from tests.msrun import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = "localhost slots=1\nlocalhost:1  # the same host twice: two nodes\n"
@@ -253,7 +254,7 @@ def toy(tmp_path_factory):
     command = [sys.executable, "-m", "ms_dtensor", "bench", "--hostfile", str(folder / "hosts"), "--suite",
                "toy", "--out", str(folder / "run"), "--budget-minutes", "4", "--peak", "float32=0.5", "--only",
                "startup,collectives,compute,dispatch,llama,checkpoint"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "9 of 9 pieces are done" in done.stdout, done.stdout + done.stderr
     return folder / "run", {p.stem: json.loads(p.read_text()) for p in (folder / "run/pieces").glob("*.json")}
 

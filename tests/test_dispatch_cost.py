@@ -21,6 +21,7 @@ from mindspore import Tensor, mint
 import ms_dtensor as md
 from ms_dtensor.debug import cache_info
 from ms_dtensor.dispatch.dispatcher import clear_cache
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 R, S = md.Replicate(), md.Shard
@@ -241,7 +242,7 @@ print("fine")
 def test_where_ops_are_issued_asynchronously_dispatch_waits_for_nothing():
     """Whoever makes another tensor object of one, waits for its data; so none is made."""
     code = ASYNCHRONOUS.format(tests=os.path.dirname(__file__))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE,
                           env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))})
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 

@@ -17,7 +17,7 @@ import ms_dtensor as md
 from ms_dtensor.compat.hyper_parallel import register, unregister
 from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
-from tests.msrun import run_ranks
+from tests.msrun import PATIENCE, run_ranks
 
 pytestmark = pytest.mark.usefixtures("cpu")
 
@@ -200,9 +200,9 @@ def test_a_script_runs_unedited(tmp_path):
     (tmp_path / "beside.py").write_text("DIM = 1\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "ms_dtensor", "run", "--as", "hyper_parallel"]
-    done = subprocess.run([*run, str(tmp_path / "train.py"), "--as", "x"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*run, str(tmp_path / "train.py"), "--as", "x"], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout.strip()) == (7, "Shard(1) ['--as', 'x']"), done.stderr
-    gone = subprocess.run([*run, str(tmp_path / "none.py")], capture_output=True, text=True, timeout=120)
+    gone = subprocess.run([*run, str(tmp_path / "none.py")], capture_output=True, text=True, timeout=PATIENCE)
     assert gone.returncode == 2 and "there is no file" in gone.stderr
 
 

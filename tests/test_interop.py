@@ -16,6 +16,7 @@ from ms_dtensor import DTensor, Shard, init_device_mesh
 from ms_dtensor.compat import msadapter, torch_names
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.ops.rules import RULES, Call, Operand
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 BASE = "ms_dtensor.compat.torch_names."
@@ -125,5 +126,5 @@ def test_adapters_say_why_not(tmp_path, monkeypatch):
 def test_nothing_imports_them_otherwise():
     code = ("import sys, ms_dtensor, ms_dtensor.parallel; ms_dtensor.DTensor; "
             "print([m for m in sys.modules if m.startswith(('ms_dtensor.compat', 'msadapter'))])")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert out.stdout.strip().splitlines()[-1] == "[]"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.msrun import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 STEPS = """
 import sys
@@ -29,7 +31,7 @@ with comm.fake_world(2) as world, rehearsed():
 
 def sums(mode: str) -> str:
     done = subprocess.run([sys.executable, "-c", STEPS, mode], env=dict(os.environ, PYTHONPATH=str(ROOT), GLOG_v="3"),
-                          capture_output=True, text=True, timeout=240)
+                          capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("sums"))
 
@@ -77,7 +79,8 @@ def test_fully_shard_asks_for_two_kernels_a_weight_at_most_on_any_number_of_rank
 @pytest.mark.timeout(300)
 def test_most_of_the_8b_configurations_tensor_parallel_communication_is_hidden():
     done = subprocess.run([sys.executable, ROOT / "scripts/bench/overlap.py", "--pieces", "4", "--config",
-                           ROOT / "model_zoo/llama/configs/llama3_8b.yaml"], capture_output=True, text=True, timeout=300)
+                           ROOT / "model_zoo/llama/configs/llama3_8b.yaml"], capture_output=True, text=True,
+                          timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     block, = json.loads(done.stdout[done.stdout.index("[\n"):])
     assert block["collectives"] == 2 * 4 * 4 and block["hidden"] >= 0.7, block

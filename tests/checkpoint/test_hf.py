@@ -21,6 +21,7 @@ from ms_dtensor.checkpoint import load_hf, save_hf
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from ms_dtensor.checkpoint.weights import INDEX, Weights
 from ms_dtensor.errors import CheckpointError
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 NAMES = {"body.*.weight": "model.layers.*.proj.weight", "body.*.bias": "model.layers.*.proj.bias",
@@ -333,6 +334,6 @@ print("GREW", peak() - before)
     write_safetensors(tmp_path / "large.safetensors", {"w": ("bfloat16", large.shape, [large]), "other": (
         "float32", large.shape, [np.zeros(large.shape, np.float32)])})
     write_safetensors(tmp_path / "small.safetensors", {"w": ("float32", (2, 2), [np.ones(4, np.float32)])})
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split("GREW")[1]) < 40

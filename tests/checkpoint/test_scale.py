@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.msrun import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured(*options: str) -> dict:
     done = subprocess.run([sys.executable, "scripts/bench/checkpoint_index.py", *options], cwd=ROOT, capture_output=True,
-                          text=True, timeout=200)
+                          text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -64,7 +64,7 @@ def test_limits_are_asked_before_memory_is_made(name, limit, monkeypatch):
 @pytest.mark.parametrize("device", ["npu", "gpu"])
 def test_an_absent_device_is_refused(device, tmp_path):
     script = f"import ms_dtensor as md; md.init_device_mesh({device!r}, (1,))"
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 1 and "ConfigError: For 'start', there is no" in run.stderr, run.stderr
 
 

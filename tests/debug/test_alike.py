@@ -11,6 +11,7 @@ from mindspore import Tensor, mint
 
 from ms_dtensor.debug.verify.alike import check_alike
 from ms_dtensor.ops.local import run
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 X = Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -27,7 +28,7 @@ print("fine")
 
 
 def test_a_process_that_imports_nothing_else():
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout.strip() == "fine", done.stderr[-1500:]
 
 
