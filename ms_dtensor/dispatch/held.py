@@ -64,12 +64,13 @@ class Holding:
         self.cutting = False  # while a product's own graph is recorded
         self.products: list[tuple[Tensor, Tensor]] = []  # a small graph's result and its cotangent
 
-    def gate(self, x, kind: type | None = None) -> Tensor:
-        """The leaf that stands for a parameter, or for what a unit made of one."""
+    def gate(self, x, kind: type | None = None, data: Tensor | None = None) -> Tensor:
+        """The leaf that stands for a parameter, or for what a unit made of one, with the values of that or of `data`."""
         if id(x) not in self.gates:
             layout = getattr(x, "_layout", None)
+            values = x if data is None else data
             with NoFallbackGuard():
-                out = make(kind or (GatedTensor if layout is None else classes.GATED), detach(local_alias(x)))
+                out = make(kind or (GatedTensor if layout is None else classes.GATED), detach(local_alias(values)))
             set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout

@@ -6,7 +6,7 @@ from collections import Counter
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
@@ -116,6 +116,26 @@ def as_many_as_ranks_and_more_of_four(world):
 @case(4, timeout=180)
 def parts_beside_other_axes(world):
     beside_other_axes(world, IN_PARTS, 4)
+
+
+@case(2, timeout=120)
+def norms_of_equal_weights(world):
+    """MindSpore takes a leaf of LayerNorm again for one of the same values: of another layer, or of a model that is gone."""
+    mesh, faults = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+    for alike in (False, True):  # in one model; the second model has the first one's
+        for turn in range(2):
+            def step(alike=alike, turn=turn):
+                net = filled(nn.SequentialCell(*[c for _ in range(3) for c in (nn.LayerNorm((4,)), nn.Dense(4, 4))]))
+                for norm in (net[0], net[2], net[4]) if alike else ():
+                    norm.gamma.set_data(Tensor(np.full(4, 1.25, np.float32)))
+                want = one_device(net, False)
+                for cell in net:
+                    md.fully_shard(cell, mesh=mesh["dp"])
+                stage = PipelineStage(net, 0, 1, mesh["pp"])
+                right(KINDS["zbh1"][0](stage, 4, loss_fn), want, "gradients", t, args=(x,))
+            collected(faults, f"alike {alike}, turn {turn}", step)
+    none_of(faults)
 
 
 @case(2)

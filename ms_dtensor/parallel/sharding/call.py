@@ -185,8 +185,6 @@ class Call:
         with NoFallbackGuard():
             nodes = Unshard.apply(self, tuple(unit.place[k] for k in trained), *trained.values()) if trained else ()
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
-        if self.holding is not None:
-            of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
             if k in unit.place:
                 out[k] = self._whole(k, p, of.get(k))
@@ -210,14 +208,16 @@ class Call:
         """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
+        if self.recorded and p.ndim < 2 and (node is None or self.holding is not None):
+            # MindSpore 2.10 keeps an operand of LayerNorm that no op has computed, a constant or a gate, and takes it again
+            # for any of the same values: that may not lie in memory that goes
+            with no_grad():
+                held = copy(held)
+            self.copied.add(key)
         if node is None:
-            if self.recorded and p.ndim < 2:
-                # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values: that
-                # may not lie in memory that goes
-                with no_grad():
-                    held = copy(held)
-                self.copied.add(key)
             set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
+        elif self.holding is not None:
+            node = self.holding.gate(node, Tensor, held if block.reduce_dtype is None else None)
         if self.unit.local:
             if node is not None and block.reduce_dtype is not None:
                 node = as_copy(held, self.summed(key, node), block.reduce_dtype, layout.gradient(self.unit.partial_on[key]))
