@@ -138,6 +138,26 @@ def norms_of_equal_weights(world):
     none_of(faults)
 
 
+@case(2, timeout=120)
+def norms_over_two_dims(world):
+    """Their weights have two dims, and are taken again as others' are; frozen ones in a backward of one part, too."""
+    mesh, faults = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
+    x, t = (a.reshape(8, 3, 4) for a in (X, T))
+    whole = [md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (x, t)]
+    for name, frozen in (("zbh1", False), ("1f1b", True)):
+        def step(name=name, frozen=frozen):
+            net = filled(nn.SequentialCell(*[c for _ in range(3) for c in (nn.LayerNorm((3, 4), 1, 1), nn.Dense(4, 4))]))
+            for norm in (net[0], net[2], net[4]):
+                norm.gamma.set_data(Tensor(np.full((3, 4), 1.25, np.float32)))
+                norm.gamma.requires_grad = norm.beta.requires_grad = not frozen
+            want = one_device(net, False, x, t)
+            for cell in net:
+                md.fully_shard(cell, mesh=mesh["dp"])
+            right(KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn), want, "step", whole[1], args=whole[:1])
+        collected(faults, f"{name}, frozen {frozen}", step)
+    none_of(faults)
+
+
 @case(2)
 def frozen_and_unfrozen_between_steps(world):
     for name in IN_PARTS:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from ...comm.packing import added, copy, write
 from ...core.tree import map_leaves
@@ -179,6 +179,7 @@ class Call:
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
         unit, params = self.unit, {id(p): p for _, _, p in slots}
+        norms = {id(p) for cell, _, p in slots if isinstance(cell, nn.LayerNorm | mint.nn.LayerNorm)}
         trained = {k: p for k, p in params.items() if k in unit.place and self.trains(p)}
         out: dict[int, Tensor] = {}
         self.awaited += bool(trained) and self.holding is None
@@ -187,7 +188,7 @@ class Call:
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
         for k, p in params.items():
             if k in unit.place:
-                out[k] = self._whole(k, p, of.get(k))
+                out[k] = self._whole(k, p, of.get(k), p.ndim < 2 or k in norms)
             elif unit.local:
                 out[k] = local.kept(self, p)
             else:
@@ -204,11 +205,12 @@ class Call:
                 self.holding.weight(out[k])
         return out
 
-    def _whole(self, key: int, p, node: Tensor | None) -> Tensor:
-        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
+    def _whole(self, key: int, p, node: Tensor | None, of_norm: bool) -> Tensor:
+        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for. `of_norm`:
+        it may be a norm's."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
-        if self.recorded and p.ndim < 2 and (node is None or self.holding is not None):
+        if self.recorded and of_norm and (node is None or self.holding is not None):
             # MindSpore 2.10 keeps an operand of LayerNorm that no op has computed, a constant or a gate, and takes it again
             # for any of the same values: that may not lie in memory that goes
             with no_grad():
