@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
 
+from ..comm.packing import copy
 from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
-from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled
+from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled, no_grad, set_requires_grad
 from ..ops import rng
 from ..ops.local import run_local
 from ..ops.local.basic import clone
@@ -32,6 +33,7 @@ from .operands import (
     as_local,
     as_replicated,
     dtype_name,
+    local_alias,
     recording,
     redistribute_operand,
     reduce_nonlinear,
@@ -207,6 +209,12 @@ class OpPlan:
             if memo is not None:
                 if x.__class__ is classes.UNSHARDED and target is None:
                     lent = memo.lent
+                    if grad and self.op == "layer_norm_classic" and x._is_leaf:
+                        # MindSpore 2.10 keeps its constants, and takes one again for any of the same values: that may not
+                        # lie in memory that goes
+                        with no_grad(), NoFallbackGuard():
+                            x = wrap(copy(local_alias(x)), x._layout)
+                            set_requires_grad(x, False)
                 elif grad and memo.reads is not None:
                     memo.reads[0].append(memo.reads[1])
             if promoted is not None:

@@ -365,3 +365,40 @@ def assign_to_a_copy_in_another_dtype(world):
             assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
         collected(faults, f"{wrap.__name__}, {how} on {mesh.size()}", steps)
     none_of(faults)
+
+
+class OwnNorm(nn.Cell):
+    """A user's norm with frozen weights of two dims, which are no `nn.LayerNorm`'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.b = (ms.Parameter(Tensor(np.full((2, 4), v, np.float32)), requires_grad=False) for v in (1.25, 0.5))
+        self.d = nn.Dense(4, 4)
+
+    def construct(self, x):
+        return self.d(ops.LayerNorm(1, 1)(x, self.g, self.b)[0])
+
+
+@case(2)
+def frozen_weights_of_a_norm_by_its_op(world):
+    """MindSpore takes a constant of LayerNorm again for one of the same values, of a unit whose memory has gone."""
+    mesh, faults = data_mesh(world), []
+    rows = np.stack([ROWS, ROWS[::-1] * 0.5], 1)
+    for way, wrap in WAYS.items():
+        def step(wrap=wrap):
+            plain, net = (nn.SequentialCell(*[OwnNorm() for _ in range(3)]) for _ in range(2))
+            for cell in (*plain, *net):
+                filled(cell.d)
+            wrap(net, mesh, list(net))
+            theirs = plain.trainable_params()
+            want = ms.value_and_grad(lambda x: (plain(x) ** 3).mean(), (0,), theirs)(Tensor(rows))[1]
+            grads = md.value_and_grad(lambda x: (net(x) ** 3).mean(), (0,), net.trainable_params())(rows_of(mesh, rows))[1]
+            for g, w, p in zip((*_flat(grads),), (*_flat(want),), ("x", *(p.name for p in theirs)), strict=True):
+                equal(g, w, p)
+        collected(faults, way, step)
+    none_of(faults)
+
+
+def _flat(grads):
+    inputs, params = grads
+    return *(inputs if isinstance(inputs, tuple) else (inputs,)), *params

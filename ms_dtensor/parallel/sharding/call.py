@@ -210,9 +210,9 @@ class Call:
         it may be a norm's."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
-        if self.recorded and of_norm and (node is None or self.holding is not None):
+        if self.recorded and of_norm and (self.unit.local if node is None else self.holding is not None):
             # MindSpore 2.10 keeps an operand of LayerNorm that no op has computed, a constant or a gate, and takes it again
-            # for any of the same values: that may not lie in memory that goes
+            # for any of the same values: that may not lie in memory that goes. A DTensor's constants are copied at the op
             with no_grad():
                 held = copy(held)
             self.copied.add(key)
