@@ -209,7 +209,7 @@ class OpPlan:
             if memo is not None:
                 if x.__class__ is classes.UNSHARDED and target is None:
                     lent = memo.lent
-                    if grad and self.op == "layer_norm_classic" and x._is_leaf:
+                    if grad and self.op == "layer_norm_classic" and not x._requires_grad:
                         # MindSpore 2.10 keeps its constants, and takes one again for any of the same values: that may not
                         # lie in memory that goes
                         with no_grad(), NoFallbackGuard():

@@ -138,6 +138,33 @@ def norms_of_equal_weights(world):
     none_of(faults)
 
 
+class OwnNorm(nn.Cell):
+    """A user's norm with weights of two dims, of which a unit does not know that they are a norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.b = (ms.Parameter(Tensor(np.full((3, 4), v, np.float32))) for v in (1.25, 0.5))
+
+    def construct(self, x):
+        return ms.ops.LayerNorm(1, 1)(x, self.g, self.b)[0]
+
+
+@case(2, timeout=120)
+def norms_by_their_op(world):
+    mesh, faults = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
+    x, t = (a.reshape(8, 3, 4) for a in (X, T))
+    whole = [md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (x, t)]
+    for way, wrap in (("fully_shard", md.fully_shard), ("replicate", md.replicate)):
+        def step(wrap=wrap, way=way):
+            net = nn.SequentialCell(*[c for _ in range(3) for c in (OwnNorm(), filled(nn.Dense(4, 4)))])
+            want = one_device(net, False, x, t)
+            for cell in net:
+                wrap(cell, mesh=mesh["dp"])
+            right(KINDS["zbh1"][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn), want, way, whole[1], args=whole[:1])
+        collected(faults, way, step)
+    none_of(faults)
+
+
 @case(2, timeout=120)
 def norms_over_two_dims(world):
     """Their weights have two dims, and are taken again as others' are; frozen ones in a backward of one part, too."""

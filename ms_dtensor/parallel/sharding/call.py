@@ -212,7 +212,7 @@ class Call:
         held, layout = block.memory.tensor(i), block.whole[i]
         if self.recorded and of_norm and (self.unit.local if node is None else self.holding is not None):
             # MindSpore 2.10 keeps an operand of LayerNorm that no op has computed, a constant or a gate, and takes it again
-            # for any of the same values: that may not lie in memory that goes. A DTensor's constants are copied at the op
+            # for any of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
             with no_grad():
                 held = copy(held)
             self.copied.add(key)
