@@ -49,7 +49,8 @@ class Group:
         if not distinct or min(self.ranks) < 0 or max(self.ranks) >= backend.size:
             raise CommError(f"For 'group', {self.ranks} is not a list of ranks.", f"world of {backend.size}",
                             "A group has each of its ranks once, and all of them in the world.",
-                            "pass distinct ranks from 0 to the world size - 1")
+                            ("pass distinct ranks from 0 to the world size - 1",
+                             "what was made in a fake world or a dry run is of use inside of its block alone"))
         self.rank_index = self.ranks.index(backend.rank) if backend.rank in self.ranks else -1
 
     def __repr__(self) -> str:

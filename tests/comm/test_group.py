@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 
+import mindspore as ms
 import numpy as np
 import pytest
 
+import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.comm.group import Group
 from ms_dtensor.errors import CommError, ConfigError
@@ -140,6 +142,13 @@ def test_only_members_may_call_and_ranks_are_checked(tensor):
         for ranks in ((0, 0), (0, 4), (), (-1, 0)):
             with pytest.raises(CommError, match="not a list of ranks"):
                 comm.group(ranks)
+
+
+def test_what_a_pretended_world_left_behind_says_so(cpu):
+    with comm.fake_world(4):
+        x = md.distribute_tensor(ms.ops.ones((8, 2)), md.init_device_mesh("cpu", (4,)), [md.Shard(0)])
+    with comm.fake_world(2), pytest.raises(CommError, match="inside of its block alone"):
+        x.full_tensor()
 
 
 # -- recorder --------------------------------------------------------------------------------------------------------
