@@ -42,11 +42,10 @@ class Kin:
     @property
     def storage(self) -> Kin:
         """Whose storage this one has by what was planned: the same for those that have it in common."""
-        for kin in self._path():
-            shares, _, order = kin.how
-            if kin.source is None or not shares or (order == "unsure" and not kin.source.in_order):
-                return kin
-        raise AssertionError  # a path ends at what has no source
+        kin = self
+        while kin.source is not None and kin.how[0] and (kin.how[2] != "unsure" or kin.source.in_order):
+            kin = kin.source
+        return kin
 
     @property
     def in_order(self) -> bool:
@@ -136,12 +135,13 @@ def relatives_of(x):
             continue
         its = other._memo.kin
         shared = kin.storage is its.storage
-        if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
+        if shared and math.prod(x._shape) and math.prod(other._shape) and storage_of(x) != storage_of(other):
             if kin.native and its.native:
                 continue
             shared = False
         yield other, shared
 
 
-def _storage(x) -> int:
+def storage_of(x) -> int:
+    """Where the storage of a tensor of any class begins."""
     return Tensor.untyped_storage(x).data_ptr()

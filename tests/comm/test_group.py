@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 
-import mindspore as ms
 import numpy as np
 import pytest
 
@@ -144,9 +143,9 @@ def test_only_members_may_call_and_ranks_are_checked(tensor):
                 comm.group(ranks)
 
 
-def test_what_a_pretended_world_left_behind_says_so(cpu):
+def test_what_a_pretended_world_left_behind_says_so(tensor):
     with comm.fake_world(4):
-        x = md.distribute_tensor(ms.ops.ones((8, 2)), md.init_device_mesh("cpu", (4,)), [md.Shard(0)])
+        x = md.distribute_tensor(tensor(8, 2), md.init_device_mesh("cpu", (4,)), [md.Shard(0)])
     with comm.fake_world(2), pytest.raises(CommError, match="inside of its block alone"):
         x.full_tensor()
 

@@ -18,6 +18,7 @@ from mindspore import Tensor
 
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
+from ...dispatch.views import storage_of
 from ...errors import LayoutError, OpRuleError
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Kind, Refused
@@ -70,8 +71,10 @@ class Account:
     def sharing(self, x: Tensor) -> list[Tensor]:
         """Living tensors that are in the storage of `x`, but for itself."""
         self.met[:] = [ref for ref in self.met if ref() is not None]
-        others = [t for ref in self.met if (t := ref()) is not None and t is not x]
-        return [] if 0 in x._shape else [t for t in others if _storage(t) == _storage(x)]
+        if 0 in x._shape:
+            return []
+        mine = storage_of(x)
+        return [t for ref in self.met if (t := ref()) is not None and t is not x and storage_of(t) == mine]
 
     def of_input(self, what: str, layout: Layout, cotangent: Layout) -> Types:
         """The types of an input that lies so, and whose cotangent is to lie so.
@@ -148,10 +151,6 @@ class Account:
                 lost = at
             out.append(Origin(root, at, lost))
         return tuple(out)
-
-
-def _storage(x: Tensor) -> int:
-    return Tensor._make_subclass(Tensor, x).untyped_storage().data_ptr()
 
 
 def _told(signatures) -> str:
