@@ -46,6 +46,20 @@ def case(world_size: int | tuple[int, ...] = 4, timeout: float = 180) -> Callabl
     return mark
 
 
+def cases(world_size: int | tuple[int, ...], rows: dict[str, tuple], timeout: float = 180) -> Callable[[Callable], Callable]:
+    """Makes a case of each row of a table, by the row's name: the function with the row behind `world`."""
+
+    def mark(fn: Callable) -> Callable:
+        for name, row in rows.items():
+            def run(world, row=row):
+                fn(world, *row)
+            run.__name__, run.__module__ = name, fn.__module__
+            fn.__globals__[name] = case(world_size, timeout)(run)
+        return fn
+
+    return mark
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     module: str

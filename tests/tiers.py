@@ -162,7 +162,7 @@ LATER = (
     Later("*published_weights_in_stages_beside_other_axes*", "merge",
           "runs of the recipe; `published_weights_in_two_stages` stays"),
     Later("*exceptions_of_four*", "merge", "as `exceptions_of_two`, which stays"),
-    Later("*an_in_place_write_in_the_step_of_four*", "merge", "as of two ranks, which stays"),
+    Later("*an_in_place_write_in_the_step[4]*", "merge", "as of two ranks, which stays"),
     Later("*recordings_of_their_own_reduced_once*", "merge", "as `recordings_of_their_own`, which stays; "
           "`cases_micro_batches` counts reductions"),
     Later("*ranks_that_share_sequences_have_their_balance*", "merge",

@@ -17,10 +17,10 @@ from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.errors import DTensorError, OpRuleError
 from ms_dtensor.internals.names import no_grad, recording
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, each, equal, equal_each, refusal, same_on_all_ranks
 from tests.fuzz.programs import generate, in_float64, lay_out
 from tests.fuzz.reference import differentiated, loss_of
-from tests.sharding.support import WAYS, Net, collected, data_mesh, filled, none_of, rows_of
+from tests.sharding.support import WAYS, Net, data_mesh, filled, mean_square, rows_of
 from tests.tiers import sampled
 
 PROGRAMS = 200
@@ -94,13 +94,13 @@ def compared(mesh, seed: int, run) -> list[str]:
 
 
 def so_many_programs_have_the_same_bits(world, run) -> None:
-    wanted, faults, done = len(sampled(range(PROGRAMS), 32)), [], []
-    for seed in range(2 * wanted):
-        with np.errstate(all="ignore"):
-            collected(faults, f"program {seed}", lambda seed=seed: done.extend(compared(data_mesh(world), seed, run)))
-        if len(done) == 3 * wanted:
-            break
-    none_of(faults)
+    wanted, done = len(sampled(range(PROGRAMS), 32)), []
+
+    @each(range(2 * wanted))
+    def program(seed):
+        if len(done) < 3 * wanted:
+            with np.errstate(all="ignore"):
+                done.extend(compared(data_mesh(world), seed, run))
     assert Counter(done) == dict.fromkeys(("once", "retained", "accumulated"), wanted)
 
 
@@ -118,40 +118,39 @@ def random_programs_by_tensors_methods_have_the_same_bits(world):
 @case(2, timeout=240)
 def a_loop_by_tensors_methods_is_that_of_value_and_grad(world):
     """Three steps, with accumulation, evaluation between them and another model beside; our optimizers and MindSpore's."""
-    mesh, faults = data_mesh(world), []
+    mesh, ways = data_mesh(world), {**WAYS, "styles": styled}
     makers = {"ours": lambda params: md.optim.AdamW(params, lr=0.05),
               "mint": lambda params: mint.optim.SGD(params, lr=0.05)}  # its AdamW's fused kernel refuses DTensors
-    for way, wrap in sampled({**WAYS, "styles": styled}.items(), 2):
-        for kind in sampled(makers, 2, way == "styles") if way in ("fully_shard", "styles") else ("ours",):
-            def steps(wrap=wrap, make=makers[kind]):
-                nets = [filled(Net()) for _ in range(2)]
-                for net in nets:
-                    wrap(net, mesh, net.blocks)
-                one, two = (make(list(net.trainable_params())) for net in nets)
-                beside = Parameter(Tensor([1.0, 2.0]), name="beside")
-                step = value_and_grad(lambda x: (nets[0](x) ** 2).mean(), None, list(nets[0].trainable_params()))
-                losses, rows = [], [rows_of(mesh), rows_of(mesh) * 0.5]
-                for _ in range(3):
-                    some = [step(x) for x in rows]
-                    one(tuple(a + b for a, b in zip(*(g for _, g in some))))
-                    losses.append([loss.item() for loss, _ in some])
-                with enable_mindspore_backward_compat() as state:
-                    assert state.on and enable_mindspore_backward_compat() is state
-                    for wanted in losses:
-                        for x, want in zip(rows, wanted):
-                            loss = (nets[1](x) ** 2).mean()
-                            (beside * 3).sum().backward()
-                            loss.backward()
-                            assert loss.item() == want
-                        two.step()
-                        two.zero_grad()
-                        assert all(p.grad is None for p in nets[1].trainable_params())
-                        nets[1](rows[0]).sum()  # recorded, and dropped
-                assert not state.on and not recording()
-                assert beside.grad.asnumpy().tolist() == [18.0, 18.0]
-                assert bits(nets[0].trainable_params()) == bits(nets[1].trainable_params())
-            collected(faults, f"{way}, {kind}", steps)
-    none_of(faults)
+
+    @each((way, kind) for way in sampled(ways, 2)
+          for kind in (sampled(makers, 2, way == "styles") if way in ("fully_shard", "styles") else ("ours",)))
+    def steps(way, kind):
+        nets = [filled(Net()) for _ in range(2)]
+        for net in nets:
+            ways[way](net, mesh, net.blocks)
+        one, two = (makers[kind](list(net.trainable_params())) for net in nets)
+        beside = Parameter(Tensor([1.0, 2.0]), name="beside")
+        step = value_and_grad(mean_square(nets[0]), None, list(nets[0].trainable_params()))
+        losses, rows = [], [rows_of(mesh), rows_of(mesh) * 0.5]
+        for _ in range(3):
+            some = [step(x) for x in rows]
+            one(tuple(a + b for a, b in zip(*(g for _, g in some))))
+            losses.append([loss.item() for loss, _ in some])
+        with enable_mindspore_backward_compat() as state:
+            assert state.on and enable_mindspore_backward_compat() is state
+            for wanted in losses:
+                for x, want in zip(rows, wanted):
+                    loss = mean_square(nets[1])(x)
+                    (beside * 3).sum().backward()
+                    loss.backward()
+                    assert loss.item() == want
+                two.step()
+                two.zero_grad()
+                assert all(p.grad is None for p in nets[1].trainable_params())
+                nets[1](rows[0]).sum()  # recorded, and dropped
+        assert not state.on and not recording()
+        assert beside.grad.asnumpy().tolist() == [18.0, 18.0]
+        assert bits(nets[0].trainable_params()) == bits(nets[1].trainable_params())
 
 
 @case(2, timeout=120)
@@ -207,37 +206,35 @@ def recomputed(net, mesh, cells=()):
 
 @case(2, timeout=240)
 def ways_of_data_and_tensor_parallelism_have_the_same_bits_and_communication(world):
-    mesh, faults = data_mesh(world), []
-    for way, wrap in sampled({**WAYS, "styles": styled, "recompute": recomputed}.items(), 2, 1):
-        def steps(wrap=wrap):
-            net = filled(Net())
-            wrap(net, mesh, net.blocks)
-            params = list(net.trainable_params())
-            step = value_and_grad(lambda x: (net(x) ** 2).mean(), None, params)
-            step(rows_of(mesh))
-            with counted() as wanted:
-                loss, want = step(rows_of(mesh))
-            for _ in range(2):
-                with counted() as count, md.recorded(net):
-                    mine = (net(rows_of(mesh)) ** 2).mean()
-                    md.backward(mine)
-                assert count == wanted and mine.item() == loss.item()
-                assert bits(taken(net)) == bits(want)
-            for _ in range(2):  # accumulated
-                with md.recorded(net):
-                    md.backward((net(rows_of(mesh)) ** 2).mean())
-            assert bits(taken(net)) == bits([g + g for g in want])
-            with md.recorded(net):  # two losses of one forward, and of two
-                y = net(rows_of(mesh))
-                md.backward((y ** 2).mean() + y.sum())
-                md.backward(net(rows_of(mesh)).sum())
-            both = value_and_grad(lambda x: (net(x) ** 2).mean() + net(x).sum() * 2, None, params)(rows_of(mesh))[1]
-            for p, g, w in zip(params, taken(net), both):
-                equal(g, w, p.name, 2e-5)
-            assert not recording()
-            assert bits(step(rows_of(mesh))[1]) == bits(want), "an ordinary step after it"
-        collected(faults, way, steps)
-    none_of(faults)
+    mesh, ways = data_mesh(world), {**WAYS, "styles": styled, "recompute": recomputed}
+
+    @each(sampled(ways, 2, 1))
+    def steps(way):
+        net = filled(Net())
+        ways[way](net, mesh, net.blocks)
+        params = list(net.trainable_params())
+        step = value_and_grad(mean_square(net), None, params)
+        step(rows_of(mesh))
+        with counted() as wanted:
+            loss, want = step(rows_of(mesh))
+        for _ in range(2):
+            with counted() as count, md.recorded(net):
+                mine = mean_square(net)(rows_of(mesh))
+                md.backward(mine)
+            assert count == wanted and mine.item() == loss.item()
+            assert bits(taken(net)) == bits(want)
+        for _ in range(2):  # accumulated
+            with md.recorded(net):
+                md.backward(mean_square(net)(rows_of(mesh)))
+        assert bits(taken(net)) == bits([g + g for g in want])
+        with md.recorded(net):  # two losses of one forward, and of two
+            y = net(rows_of(mesh))
+            md.backward((y ** 2).mean() + y.sum())
+            md.backward(net(rows_of(mesh)).sum())
+        both = value_and_grad(lambda x: mean_square(net)(x) + net(x).sum() * 2, None, params)(rows_of(mesh))[1]
+        equal_each(taken(net), both, params)
+        assert not recording()
+        assert bits(step(rows_of(mesh))[1]) == bits(want), "an ordinary step after it"
 
 
 class Pair(nn.Cell):

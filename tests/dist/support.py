@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from mindspore import Tensor
 
 from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import OpRuleError
+from tests.tiers import sampled
 
 RTOL = 2e-5  # float32: sums of up to a few hundred terms, taken in another order
 
@@ -46,6 +47,22 @@ def equal(got, wanted, what: str = "", rtol: float = RTOL) -> None:
     scale = max(float(np.abs(b).max(initial=0)), 1e-6)
     worst = float(np.abs(a.astype(np.float64) - b).max(initial=0)) / scale
     assert worst <= rtol, f"{what}: off by {worst:.2e} of the largest element"
+
+
+def equal_each(got, want, params, what: str = "", rtol: float = RTOL) -> None:
+    """Each of them is the one wanted, and is called by its parameter, or by the word in its place."""
+    for p, g, w in zip(params, got, want, strict=True):
+        equal(g, w, f"{what}: {getattr(p, 'name', p)}", rtol)
+
+
+def equal_values(net, plain, what: str = "value") -> None:
+    """Every parameter has the value it has on one device."""
+    equal_each(net.get_parameters(), plain.get_parameters(), net.get_parameters(), what)
+
+
+def added(total, grads) -> list:
+    """Gradients of one more micro-batch; of the first the total is None."""
+    return list(grads) if total is None else [a + b for a, b in zip(total, grads, strict=True)]
 
 
 def each_once(*makes: Callable[[], Any]) -> list:
@@ -149,3 +166,29 @@ def refused_alike(world, fn, error=OpRuleError) -> str:
         text = refusal(fn, error)
     assert not count, (text, count)
     return same_on_all_ranks(world, text)
+
+
+def crossed(first: Iterable, second: Iterable, every: int) -> Iterator[tuple]:
+    """All pairs; at push one of so many of `second` with each of `first`, beginning elsewhere each time."""
+    for shift, one in enumerate(first):
+        for other in sampled(second, every, shift):
+            yield one, other
+
+
+def each(rows: Iterable[Any]) -> Callable[[Callable], None]:
+    """Runs the function below it at once, for each row: one that fails does not hide the next. Ranks must fail alike.
+
+    Args:
+        rows: tuples of arguments, or single ones that are no tuples.
+    """
+    def run(check: Callable) -> None:
+        faults = []
+        for row in rows:
+            row = row if isinstance(row, tuple) else (row,)
+            try:
+                check(*row)
+            except Exception as e:
+                what = ", ".join(str(getattr(x, "__name__", x)) for x in row)
+                faults.append(f"{what}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        assert not faults, "\n" + "\n".join(faults)
+    return run

@@ -16,7 +16,7 @@ from ms_dtensor.checkpoint.state import State
 from ms_dtensor.errors import CheckpointError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleInterleaved1F1B, pipeline
-from tests.cases import case
+from tests.cases import case, cases
 from tests.dist.support import array, counted, refusal, same_on_all_ranks
 from tests.pipeline.cases_run import WAYS, Net, T, X, loss_fn
 from tests.sharding.support import filled
@@ -77,6 +77,8 @@ def alike(job: Job, want: dict[str, np.ndarray], what: str) -> None:
         assert value.tobytes() == want[key].tobytes(), (what, key)
 
 
+@cases(4, {"stages_are_one_checkpoint_that_every_mesh_loads": (False,), "weights_that_stages_share_are_saved_once": (True,)},
+       timeout=200)
 def every_mesh(world, tied: bool) -> None:
     root, whole = folder(world), Job("plain", 5, tied)
     checkpoint.save(whole.state, root / "one")
@@ -99,16 +101,6 @@ def every_mesh(world, tied: bool) -> None:
     other = Job("pp4", 2, tied)
     checkpoint.load(other.state, root / "one", over=other.over)
     assert other.state["epoch"] == 5
-
-
-@case(4, timeout=200)
-def stages_are_one_checkpoint_that_every_mesh_loads(world):
-    every_mesh(world, False)
-
-
-@case(4, timeout=200)
-def weights_that_stages_share_are_saved_once(world):
-    every_mesh(world, True)
 
 
 @case(4, timeout=120)

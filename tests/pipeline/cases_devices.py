@@ -7,11 +7,11 @@ from mindspore import Tensor
 
 import ms_dtensor as md
 from ms_dtensor.pipeline import Recv, Send, pipeline
-from tests.cases import case
-from tests.dist.support import array
+from tests.cases import cases
+from tests.dist.support import array, each, equal_each
 from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, style_of
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import collected, filled, none_of
+from tests.sharding.support import filled
 from tests.tiers import sampled
 
 
@@ -35,24 +35,12 @@ def steps(world, name: str, m: int, kind: str, device=None) -> list[np.ndarray]:
     return out
 
 
-def as_on_the_cpu(world, names, m: int) -> None:
-    faults: list[str] = []
-    for name in names:
-        def both(name=name):
-            want = steps(world, name, m, "cpu")
-            with rehearsed(rendezvous=True) as device:
-                got = steps(world, name, m, "npu", device)
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                assert np.abs(a - b).max() <= 2e-6 * max(np.abs(b).max(), 1e-3), (name, i)
-        collected(faults, name, both)
-    none_of(faults)
-
-
-@case(2)
-def pipelines_on_emulated_devices(world):
-    as_on_the_cpu(world, sampled(KINDS, 3), 4)
-
-
-@case(4, timeout=120)
-def pipelines_of_four_on_emulated_devices(world):
-    as_on_the_cpu(world, sampled(reversed(KINDS), 5), 8)
+@cases(2, {"pipelines_on_emulated_devices": ([*KINDS], 3, 4)})
+@cases(4, {"pipelines_of_four_on_emulated_devices": ([*reversed(KINDS)], 5, 8)}, timeout=120)
+def as_on_the_cpu(world, names, one_of: int, m: int) -> None:
+    @each(sampled(names, one_of))
+    def both(name):
+        want = steps(world, name, m, "cpu")
+        with rehearsed(rendezvous=True) as device:
+            got = steps(world, name, m, "npu", device)
+        equal_each(got, want, range(len(want)), rtol=2e-6)

@@ -2,6 +2,8 @@
 """Exceptions at any point of a step: they reach all ranks by name, and after they are caught the next step is right."""
 from __future__ import annotations
 
+import itertools
+
 from mindspore import Tensor
 
 import ms_dtensor as md
@@ -11,9 +13,10 @@ from ms_dtensor.internals.names import Function
 from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
 from ms_dtensor.pipeline.step import Step
 from ms_dtensor.pipeline.transfer import Edge
-from tests.cases import case
+from tests.cases import case, cases
+from tests.dist.support import each
 from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, one_device, right, style_of, told
-from tests.sharding.support import collected, filled, none_of
+from tests.sharding.support import filled
 from tests.tiers import sampled
 
 GROUP = "errors"
@@ -99,33 +102,28 @@ def broken_step(schedule, fault: Fault | None, x, t) -> None:
             setattr(kind, name, given)
 
 
-def struck(world, names, places, over=(), bad=None) -> None:
-    faults: list[str] = []
-    shape = (world.size,) if not over else (2, world.size // 2)
-    mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=("pp", *(("dp",) if over else ())))
-    for name in names:
+def struck(world, names, places, over=(None,), one_of: int = 1) -> None:
+    shape = (world.size,) if over == (None,) else (2, world.size // 2)
+    mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")[:len(shape)])
+
+    @each(itertools.product(names, sampled(places, one_of), over))
+    def steps(name, where, way):
         kind, v = KINDS[name]
-        stages = mesh["pp"].size()
-        for where in places:
-            for way in over or (None,):
-                def steps(kind=kind, v=v, name=name, where=where, way=way, stages=stages):
-                    net = filled(Net())
-                    want = one_device(net, False)
-                    cut = pipeline(net, mesh["pp"], n_stages=v * stages, style=style_of(name))
-                    x, t = Tensor(X), Tensor(T)
-                    if way is not None:
-                        for stage in cut:
-                            way(stage.module, mesh=mesh["dp"])
-                        x, t = (md.distribute_tensor(a, mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (x, t))
-                    schedule = kind(cut, 4, loss_fn)
-                    once = where == "end" or where == "W" and way is not None  # in a step
-                    for rank, after in ((0, 0), (world.size - 1, 0 if once else 2)):
-                        right(schedule, want, "before", t, args=(x,))
-                        broken_step(schedule, Fault(where, after) if world.rank == rank else None, x, t)
-                        told(CommError, "ranks have left a step", lambda: comm.group(range(world.size)).barrier())
-                        right(schedule, want, "after", t, args=(x,))
-                collected(faults, f"{name}, {where}, {way and way.__name__}", steps)
-    none_of(faults)
+        net = filled(Net())
+        want = one_device(net, False)
+        cut = pipeline(net, mesh["pp"], n_stages=v * mesh["pp"].size(), style=style_of(name))
+        x, t = Tensor(X), Tensor(T)
+        if way is not None:
+            for stage in cut:
+                way(stage.module, mesh=mesh["dp"])
+            x, t = (md.distribute_tensor(a, mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (x, t))
+        schedule = kind(cut, 4, loss_fn)
+        once = where == "end" or where == "W" and way is not None  # in a step
+        for rank, after in ((0, 0), (world.size - 1, 0 if once else 2)):
+            right(schedule, want, "before", t, args=(x,))
+            broken_step(schedule, Fault(where, after) if world.rank == rank else None, x, t)
+            told(CommError, "ranks have left a step", lambda: comm.group(range(world.size)).barrier())
+            right(schedule, want, "after", t, args=(x,))
 
 
 @case(2)
@@ -142,16 +140,6 @@ def a_swapped_action_is_named(world):
     right(Schedule(schedule.stages.values(), 4, loss_fn, actions=order), one_device(filled(Net()), False), "after it")
 
 
-@case(2, timeout=120)
-def exceptions_of_two(world):
-    struck(world, ("1f1b", "zbh1"), sampled(("F", "B", "W", "send", "receive", "end"), 2))
-
-
-@case(4, timeout=180)
-def exceptions_beside_data_parallel_ranks(world):
-    struck(world, ("zbv",), ("F", "W", "end"), (md.replicate, md.fully_shard))
-
-
-@case(4, timeout=120)
-def exceptions_of_four(world):
-    struck(world, ("dualpipev",), ("B", "send"))
+cases(2, {"exceptions_of_two": (("1f1b", "zbh1"), ("F", "B", "W", "send", "receive", "end"), (None,), 2)}, 120)(struck)
+cases(4, {"exceptions_beside_data_parallel_ranks": (("zbv",), ("F", "W", "end"), (md.replicate, md.fully_shard)),
+          "exceptions_of_four": (("dualpipev",), ("B", "send"))}, timeout=180)(struck)

@@ -13,9 +13,9 @@ from ms_dtensor.compat.backward import enable_mindspore_backward_compat
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.pipeline import PipelineStage
 from tests.cases import case
-from tests.dist.support import refusal
+from tests.dist.support import each, refusal
 from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn
-from tests.sharding.support import collected, filled, none_of
+from tests.sharding.support import filled
 from tests.tiers import sampled
 
 
@@ -46,36 +46,32 @@ def loss(out, t):
 
 @case(2)
 def several_and_empty_tensors_in_all_orders(world):
-    mesh, faults = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
-    for name, (kind, v) in sampled(KINDS.items(), 3, 2):
-        if v == 2 and name == "interleaved":
-            owner = [0, 1, 0, 1]
-        else:
-            owner = [0, 1] if v == 1 else [0, 1, 1, 0]
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
-        def steps(name=name, kind=kind, owner=owner):
-            nets, m = [filled(Part(), seed) for seed in range(len(owner))], 4
+    @each(sampled(KINDS, 3, 2))
+    def steps(name):
+        kind, v = KINDS[name]
+        owner = [0, 1] * v if v == 1 or name == "interleaved" else [0, 1, 1, 0]
+        nets, m = [filled(Part(), seed) for seed in range(len(owner))], 4
 
-            def whole(x, t):
-                out = (x,)
-                for net in nets:
-                    out = net(*out)
-                return loss(out, t)
-            value, grads = 0.0, [0.0] * (2 * len(nets))
-            for x, t in zip(np.split(X, m), np.split(T, m)):  # a mean of the batch is not one of its parts
-                params = [p for n in nets for p in (n.w, n.b)]
-                one, some = ms.value_and_grad(whole, None, params)(Tensor(x), Tensor(t))
-                value, grads = value + float(one) / m, [a + b.asnumpy() / m for a, b in zip(grads, some)]
-            stages = [PipelineStage(nets[s], s, len(owner), mesh) for s, rank in enumerate(owner) if rank == world.rank]
-            schedule = kind(stages, m, loss)
-            for _ in range(2):
-                got, mine = schedule.step(Tensor(X), target=Tensor(T))
-                close(got, np.array(value), "loss", 2e-6)
-                want = [grads[2 * stage.stage_index + i] for stage in stages for i in (0, 1)]
-                for i, (a, b) in enumerate(zip(mine, want)):
-                    close(a, b, f"parameter {i}", 2e-6)
-        collected(faults, name, steps)
-    none_of(faults)
+        def whole(x, t):
+            out = (x,)
+            for net in nets:
+                out = net(*out)
+            return loss(out, t)
+        value, grads = 0.0, [0.0] * (2 * len(nets))
+        for x, t in zip(np.split(X, m), np.split(T, m)):  # a mean of the batch is not one of its parts
+            params = [p for n in nets for p in (n.w, n.b)]
+            one, some = ms.value_and_grad(whole, None, params)(Tensor(x), Tensor(t))
+            value, grads = value + float(one) / m, [a + b.asnumpy() / m for a, b in zip(grads, some)]
+        stages = [PipelineStage(nets[s], s, len(owner), mesh) for s, rank in enumerate(owner) if rank == world.rank]
+        schedule = kind(stages, m, loss)
+        for _ in range(2):
+            got, mine = schedule.step(Tensor(X), target=Tensor(T))
+            close(got, np.array(value), "loss", 2e-6)
+            want = [grads[2 * stage.stage_index + i] for stage in stages for i in (0, 1)]
+            for i, (a, b) in enumerate(zip(mine, want)):
+                close(a, b, f"parameter {i}", 2e-6)
 
 
 class Chunk(nn.Cell):

@@ -28,9 +28,9 @@ from ms_dtensor.pipeline import (
     pipeline,
 )
 from ms_dtensor.pipeline import step as running
-from tests.cases import case
-from tests.dist.support import refusal
-from tests.sharding.support import collected, filled, none_of
+from tests.cases import case, cases
+from tests.dist.support import each, refusal
+from tests.sharding.support import filled, set_trained
 from tests.tiers import sampled
 
 RNG = np.random.default_rng(11)
@@ -105,32 +105,35 @@ def right(schedule, want, what: str, target=None, bar: float = 2e-6, **given) ->
         close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", bar)
 
 
-def every(world, m: int, places: bool = False, tied: bool = False, split=None, kinds=KINDS) -> None:
-    mesh, faults = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",)), []
-    for name in kinds:
-        kind, v = KINDS[name]
-        if name == "interleaved" and m % world.size or split is not None and v > 1:
-            continue
+UNEVEN = [["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]]  # and one without a cell
 
-        def steps(name=name, kind=kind, v=v):
-            net = filled(Net(tied=tied))
-            want = one_device(net, places)
-            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size, style=style_of(name))
-            schedule = kind(stages, m, loss_fn)
-            extra = {"places": Tensor(PLACES)} if places else {}
-            for step in range(2):
-                with comm.record() as events:
-                    right(schedule, want, f"step {step}", **extra)
-                assert {e.op for e in events} <= {"exchange", "broadcast"}, "nothing but messages, and the loss"
-            close(schedule.eval(Tensor(X), target=Tensor(T), **extra), np.array(want[0]), "evaluation", 2e-6)
-        collected(faults, f"{name}, m={m}", steps)
-    none_of(faults)
+
+@cases(2, {"side_inputs_are_cut_by_each_rank": (4, 2, 1, True),
+           "tied_weights_of_first_and_last_stage": (4, 2, 0, False, True)})
+@cases(4, {"uneven_and_empty_stages": (4, 1, 0, False, False, UNEVEN)})
+def every(world, m: int, one_of: int = 1, first: int = 0, places: bool = False, tied: bool = False, split=None) -> None:
+    """Kinds of schedules; `one_of`, `first`: at push one of so many of them, from this one on."""
+    mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
+
+    @each((name, m) for name in sampled(KINDS, one_of, first)
+          if not (name == "interleaved" and m % world.size or split is not None and KINDS[name][1] > 1))
+    def steps(name, m):
+        net, (kind, v) = filled(Net(tied=tied)), KINDS[name]
+        want = one_device(net, places)
+        stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size, style=style_of(name))
+        schedule = kind(stages, m, loss_fn)
+        extra = {"places": Tensor(PLACES)} if places else {}
+        for step in range(2):
+            with comm.record() as events:
+                right(schedule, want, f"step {step}", **extra)
+            assert {e.op for e in events} <= {"exchange", "broadcast"}, "nothing but messages, and the loss"
+        close(schedule.eval(Tensor(X), target=Tensor(T), **extra), np.array(want[0]), "evaluation", 2e-6)
 
 
 @case(2)
 def schedules_of_two(world):
     for m in sampled((1, 2, 4), 2):
-        every(world, m, kinds=KINDS if m > 1 else sampled(KINDS, 3))  # one in which nothing is beside anything
+        every(world, m, 1 if m > 1 else 3)  # one in which nothing is beside anything
 
 
 @case(4, timeout=120)
@@ -143,24 +146,11 @@ def schedules_of_four(world):
 def borders_before_and_behind_a_list_of_cells(world):
     """The list is iterated over, never called: each of its cells is one of the chain, whatever is named."""
     for split in (["last"], ["layers"], [["first", "layers"], ["last"]]):
-        every(world, 4, split=split, kinds=sampled(KINDS, 2, 1))  # those of one stage a rank take names
+        every(world, 4, 2, 1, split=split)  # those of one stage a rank take names
 
 
-@case(2)
-def side_inputs_are_cut_by_each_rank(world):
-    every(world, 4, places=True, kinds=sampled(KINDS, 2, 1))
-
-
-@case(2)
-def tied_weights_of_first_and_last_stage(world):
-    every(world, 4, tied=True, kinds=sampled(KINDS, 2))
-
-
-@case(4)
-def uneven_and_empty_stages(world):
-    every(world, 4, split=[["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]])
-
-
+@cases(2, {"norm_over_stages_of_tied_weights": ("cost", True)})
+@cases(4, {"norm_over_stages_of_which_one_is_empty": (UNEVEN, False)})
 def normed(world, over_split, tied: bool) -> None:
     """The norm is one device's, on all ranks, also on one without parameters; and gradients are scaled by it."""
     mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
@@ -182,16 +172,6 @@ def normed(world, over_split, tied: bool) -> None:
         assert [e.op for e in events] == ["all_reduce"]
         for g, b in zip(grads, before):
             close(g, b / 2, "a clipped gradient", 1e-5)
-
-
-@case(2)
-def norm_over_stages_of_tied_weights(world):
-    normed(world, "cost", True)
-
-
-@case(4)
-def norm_over_stages_of_which_one_is_empty(world):
-    normed(world, [["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]], False)
 
 
 class Two(nn.Cell):
@@ -268,10 +248,7 @@ def beside(world, way: str, name: str) -> None:
 
 def beside_other_axes(world, names, first: int) -> None:
     """`first`: at push those in one part and those in several take turns with the ways, and every name has one."""
-    faults: list[str] = []
-    for way, name in sampled(itertools.product(WAYS, names), 8, first):
-        collected(faults, f"{way}, {name}", lambda way=way, name=name: beside(world, way, name))
-    none_of(faults)
+    each(sampled(itertools.product(WAYS, names), 8, first))(lambda way, name: beside(world, way, name))
 
 
 @case(4, timeout=180)
@@ -309,19 +286,18 @@ def zeros_of_gradients_held_back_are_not_added_up(world):
 @case(4, timeout=180)
 def tied_over_two_stages_of_one_rank_beside_data_ranks(world):
     """Each stage has a unit of its own for the same parameter, and one holds it back while the other does not."""
-    mesh, faults = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), []
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
-    for way, name in sampled(itertools.product(("fully_shard", "replicate", "blocks"), VEES), 2):  # each way at push
-        def steps(way=way, name=name):
-            net = filled(Net(tied=True))
-            want, stages = one_device(net, False), pipeline(net, mesh["pp"], n_stages=4, style="v")
-            for stage in stages:
-                WAYS[way](stage.module, mesh)
-            schedule = KINDS[name][0](stages, 4, loss_fn)
-            for step in range(2):
-                right(schedule, want, f"{way}, {name}, step {step}", t, args=(x,))
-        collected(faults, f"{way}, {name}", steps)
-    none_of(faults)
+
+    @each(sampled(itertools.product(("fully_shard", "replicate", "blocks"), VEES), 2))  # each way at push
+    def steps(way, name):
+        net = filled(Net(tied=True))
+        want, stages = one_device(net, False), pipeline(net, mesh["pp"], n_stages=4, style="v")
+        for stage in stages:
+            WAYS[way](stage.module, mesh)
+        schedule = KINDS[name][0](stages, 4, loss_fn)
+        for step in range(2):
+            right(schedule, want, f"step {step}", t, args=(x,))
 
 
 class Scaled(nn.Cell):
@@ -342,37 +318,29 @@ class Scaled(nn.Cell):
 @case(2)
 def what_is_done_beside_missing_cells_is_refused(world):
     """Only where a border is: within a stage it is the model's business."""
-    mesh, faults = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
-    for between, at, refused in (("", "b", ()), ("", "c", ()), ("scale", "b", (0, 1)), ("scale", "c", (1,)),
-                                 ("residual", "b", (0, 1)), ("residual", "c", (0, 1)),
-                                 ("shift", "b", (0,)), ("shift", "c", (0,))):
-        def steps(between=between, at=at, refused=refused):
-            net = filled(Scaled(between))
-            stage, = pipeline(net, mesh, split=[at])
-            if not refused:
-                right(Schedule1F1B(stage, 4, loss_fn), one_device(filled(Scaled(between)), False), at)
-            elif world.rank in refused:  # each stage by itself: what it would be handed is of the same shape
-                told(LayoutError, "is not what", lambda: stage.module(Tensor(X)))
-            else:
-                stage.module(Tensor(X))
-        collected(faults, f"{between}, {at}", steps)
-    none_of(faults)
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    @each([("", "b", ()), ("", "c", ()), ("scale", "b", (0, 1)), ("scale", "c", (1,)), ("residual", "b", (0, 1)),
+           ("residual", "c", (0, 1)), ("shift", "b", (0,)), ("shift", "c", (0,))])
+    def steps(between, at, refused):
+        net = filled(Scaled(between))
+        stage, = pipeline(net, mesh, split=[at])
+        if not refused:
+            right(Schedule1F1B(stage, 4, loss_fn), one_device(filled(Scaled(between)), False), at)
+        elif world.rank in refused:  # each stage by itself: what it would be handed is of the same shape
+            told(LayoutError, "is not what", lambda: stage.module(Tensor(X)))
+        else:
+            stage.module(Tensor(X))
 
 
-def frozen_and_unfrozen(name: str) -> None:
+@cases(2, {"parameters_frozen_and_unfrozen_between_steps": ("1f1b",)})
+def frozen_and_unfrozen(world, name: str) -> None:
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     net, plain = filled(Net()), filled(Net())
     schedule = KINDS[name][0](pipeline(net, mesh, style=style_of(name)), 4, loss_fn)
     for trained in (True, False, True):
-        for n in (net, plain):
-            for p in n.layers[0].get_parameters():
-                p.requires_grad = trained
+        set_trained(trained, net.layers[0], plain.layers[0])
         right(schedule, one_device(plain, False), f"{name}, {trained=}")
-
-
-@case(2)
-def parameters_frozen_and_unfrozen_between_steps(world):
-    frozen_and_unfrozen("1f1b")
 
 
 @case(2)

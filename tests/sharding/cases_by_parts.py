@@ -10,30 +10,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from ms_dtensor import (
-    FusedColwiseParallel,
-    FusedShard,
-    MixedPrecisionPolicy,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    fully_shard,
-    init_device_mesh,
-    parallelize_module,
-    value_and_grad,
-)
+import ms_dtensor as md
 from ms_dtensor.checkpoint import load, save
 from ms_dtensor.errors import LayoutError
 from ms_dtensor.optim import clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import array, counted, equal, refusal
+from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, refusal
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import collected, data_mesh, filled, none_of, own_rows
+from tests.sharding.support import data_mesh, filled, own_rows, sharded
 from tests.tiers import sampled
 
 QKV, W13 = (16, 8, 8), (24, 24)
-PARTS = {sum(parts): FusedShard(0, parts) for parts in (QKV, W13)}
+PARTS = {sum(parts): md.FusedShard(0, parts) for parts in (QKV, W13)}
 FEW, MANY = 10, 1280  # columns: rows that 4 ranks do not divide, packed; and enough for the backend's windows
 WAYS = {"given back": {}, "kept": {"reshard_after_forward": False}, "neighbours": {"reshard_after_forward": 2}}
 GATHERED = {"given back": 2, "kept": 1, "neighbours": 2}
@@ -79,12 +67,12 @@ def by_parts(p):
 
 def cut(net, mesh, **how):
     for cell in (*net, net):
-        fully_shard(cell, mesh=mesh, shard_placement_fn=by_parts, **how)
+        md.fully_shard(cell, mesh=mesh, shard_placement_fn=by_parts, **how)
     return net
 
 
 def step_of(net):
-    return value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())
+    return md.value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())
 
 
 def plain_step(plain, x):
@@ -98,7 +86,7 @@ def as_one_device(net, plain, x, mine, what: str = "", rtol: float = 2e-5, ours:
     """
     for turn in range(2):
         want = plain_step(plain, x)
-        with comm.record() as events:
+        with md.comm.record() as events:
             got = step_of(net)(mine)
         equal(got[0], want[0], f"{what}: value {turn}", rtol)
         for p, q, g, w in zip(net.trainable_params(), plain.trainable_params(), got[1], want[1], strict=True):
@@ -112,30 +100,24 @@ def as_one_device(net, plain, x, mine, what: str = "", rtol: float = 2e-5, ours:
 
 @case(world_size=4, timeout=120)
 def values_gradients_and_weights_are_those_of_one_device(world):
-    faults: list[str] = []
-    for shift, width in enumerate((FEW, MANY)):
-        x = rows(width)
-        for way, how in sampled(WAYS.items(), 2, shift):
-            def steps(width=width, x=x, way=way, how=how):
-                mesh = data_mesh(world)
-                net = cut(net_of(width), mesh, **how)
-                w = net[0].qkv.weight
-                assert w.placements == (FusedShard(0, QKV),) and net[0].o.weight.placements == (Shard(0),)
-                whole = net_of(width)[0].qkv.weight.asnumpy()
-                mine = [whole[at + n // 4 * world.rank:at + n // 4 * (world.rank + 1)] for at, n in zip((0, 16, 24), QKV)]
-                assert np.array_equal(w.to_local().asnumpy(), np.concatenate(mine)), "a rank has its rows of each part"
-                count = as_one_device(net, net_of(width), x, own_rows(mesh, x), way)
-                gathered = count.pop(("all_gather", "forward")) + count.pop(("all_gather", "backward"), 0)
-                assert gathered == 2 * GATHERED[way], (way, gathered, count)
-                assert count == {("reduce_scatter", "backward"): 2}, (way, count)
-            collected(faults, f"{way}, {width} columns", steps)
-    none_of(faults)
+    @each(crossed((FEW, MANY), WAYS, 2))
+    def steps(width, way):
+        x, mesh = rows(width), data_mesh(world)
+        net = cut(net_of(width), mesh, **WAYS[way])
+        w = net[0].qkv.weight
+        assert w.placements == (md.FusedShard(0, QKV),) and net[0].o.weight.placements == (md.Shard(0),)
+        whole = net_of(width)[0].qkv.weight.asnumpy()
+        mine = [whole[at + n // 4 * world.rank:at + n // 4 * (world.rank + 1)] for at, n in zip((0, 16, 24), QKV)]
+        assert np.array_equal(w.to_local().asnumpy(), np.concatenate(mine)), "a rank has its rows of each part"
+        count = as_one_device(net, net_of(width), x, own_rows(mesh, x), way)
+        gathered = count.pop(("all_gather", "forward")) + count.pop(("all_gather", "backward"), 0)
+        assert gathered == 2 * GATHERED[way], (way, gathered, count)
+        assert count == {("reduce_scatter", "backward"): 2}, (way, count)
 
 
 @case(world_size=4, timeout=120)
 def each_way_to_use_them_is_as_with_single_device(world):
     """float64, copies on an axis, two axes as one, other dtypes of computing and adding up, ZeRO-1, local cells' inputs."""
-    faults: list[str] = []
     x = rows(FEW)
 
     def in_float64():
@@ -144,57 +126,64 @@ def each_way_to_use_them_is_as_with_single_device(world):
         as_one_device(net, plain, x.astype(np.float64), own_rows(mesh, x.astype(np.float64)), rtol=1e-12)
 
     def with_copies():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
         net = cut(net_of(FEW), mesh)
-        assert net[0].qkv.weight.placements == (Replicate(), FusedShard(0, QKV))
+        assert net[0].qkv.weight.placements == (md.Replicate(), md.FusedShard(0, QKV))
         as_one_device(net, net_of(FEW), x, Tensor(np.array_split(x, 4)[world.rank]))
 
     def over_two_axes():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         net = cut(net_of(FEW), mesh["dp", "cp"].flatten("data"))
         w = net[1].w13.weight
-        assert w.placements == (FusedShard(0, W13),) * 2 and w.shape == (48, FEW) and w.to_local().shape == (12, FEW)
+        assert w.placements == (md.FusedShard(0, W13),) * 2 and w.shape == (48, FEW) and w.to_local().shape == (12, FEW)
         assert [len(runs) for runs in w.layout.pieces()] == [2, 1]
         as_one_device(net, net_of(FEW), x, Tensor(np.array_split(x, 4)[world.rank]))
-        equal(w.redistribute(placements=[Replicate(), Shard(1)]), array(w), "elsewhere")
+        equal(w.redistribute(placements=[md.Replicate(), md.Shard(1)]), array(w), "elsewhere")
         equal((w * 2 + w).sum(0), array(w).sum(0) * 3, "an op")
-        other = w.redistribute(placements=[Shard(0), Shard(0)])
+        other = w.redistribute(placements=[md.Shard(0), md.Shard(0)])
         equal(other.redistribute(placements=w.placements), array(w), "and back")
 
-    def in_16_bits(policy, rtol, first):
+    def in_16_bits(policy, first):
         mesh = data_mesh(world)
         for width in sampled((FEW, MANY), 2, first):
             data = rows(width)
-            single = [fully_shard(cell, mesh=mesh, mp_policy=policy) for net in [net_of(width)] for cell in (*net, net)][-1]
+            whole = net_of(width)
+            single = sharded(mp_policy=policy)(whole, mesh, whole)
             net = cut(net_of(width), mesh, mp_policy=policy)
             want, got = (step_of(n)(own_rows(mesh, data)) for n in (single, net))
             assert array(got[0]) == array(want[0]), "the same bits as cut by rows"
             for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
                 assert np.array_equal(array(g), array(w)), p.name
-            equal(got[0], plain_step(net_of(width), data)[0], rtol=rtol)
-    ways = {"float64": in_float64, "copies": with_copies, "two axes": over_two_axes,
-            "16 bits": lambda: in_16_bits(MixedPrecisionPolicy(ms.bfloat16), 0.02, 0),
-            "sums in 32": lambda: in_16_bits(MixedPrecisionPolicy(ms.bfloat16, ms.float32), 0.02, 1)}
-    for what, check in sampled(ways.items(), 2):
-        collected(faults, what, check)
-    none_of(faults)
+            equal(got[0], plain_step(net_of(width), data)[0], rtol=0.02)
+
+    def of_sums_in_16_bits():
+        in_16_bits(md.MixedPrecisionPolicy(ms.bfloat16), 0)
+
+    def of_sums_in_32_bits():
+        in_16_bits(md.MixedPrecisionPolicy(ms.bfloat16, ms.float32), 1)
+
+    @each(sampled((in_float64, with_copies, over_two_axes, of_sums_in_16_bits, of_sums_in_32_bits), 2))
+    def check(way):
+        way()
 
 
 @case(world_size=2)
 def devices_join_and_cast_gradients_to_the_bits_of_a_host(world):
     """A host casts each to its place; a device joins them before, where the dtype of sums is another, or casts the sums."""
     x = rows(FEW)
-    for shift, policy in enumerate((MixedPrecisionPolicy(ms.bfloat16, ms.float32), MixedPrecisionPolicy(ms.bfloat16))):
-        for place in sampled((by_parts, None), 2, shift):
-            def stepped(mesh, policy=policy, place=place):
-                net = net_of(FEW)
-                for cell in (*net, net):
-                    fully_shard(cell, mesh=mesh, shard_placement_fn=place, mp_policy=policy)
-                return [array(g).tobytes() for g in step_of(net)(own_rows(mesh, x))[1]]
-            want = stepped(data_mesh(world))
-            with rehearsed(clock=False):
-                got = stepped(init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",)))
-            assert got == want, (policy, place, [a == b for a, b in zip(got, want, strict=True)])
+    policies = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32), md.MixedPrecisionPolicy(ms.bfloat16)
+
+    @each(crossed(policies, (by_parts, None), 2))
+    def stepped_alike(policy, place):
+        def stepped(mesh):
+            net = net_of(FEW)
+            for cell in (*net, net):
+                md.fully_shard(cell, mesh=mesh, shard_placement_fn=place, mp_policy=policy)
+            return [array(g).tobytes() for g in step_of(net)(own_rows(mesh, x))[1]]
+        want = stepped(data_mesh(world))
+        with rehearsed(clock=False):
+            got = stepped(data_mesh(world, "npu"))
+        assert got == want, [a == b for a, b in zip(got, want, strict=True)]
 
 
 @case(world_size=4, timeout=120)
@@ -212,31 +201,29 @@ def micro_batches_recompute_prefetch_and_clipping(world):
             with counted() as count:
                 _, grads = run(own_rows(mesh, part))
             assert count["reduce_scatter", "backward"] == (2 if i else 0), count
-            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-        for p, g, w in zip(net.trainable_params(), total, want[1], strict=True):
-            equal(g / 2, w, f"{how} {p.name}", 2e-5)
+            total = added(total, grads)
+        equal_each([g / 2 for g in total], want[1], net.trainable_params(), str(how))
     norm = np.sqrt(sum(float((array(g).astype(np.float64) ** 2).sum()) for g in want[1]))
     clipped = [g / 2 for g in total]
     equal(clip_grad_norm_(clipped, norm / 3), np.float32(norm), "norm")
-    for p, g, w in zip(net.trainable_params(), clipped, want[1], strict=True):
-        equal(g, array(w) / 3, f"clipped {p.name}", 2e-5)
+    equal_each(clipped, [w / 3 for w in want[1]], net.trainable_params(), "clipped")
 
 
 @case(world_size=4, timeout=120)
 def beside_tensor_parallel_ranks_both_cut_the_parts(world):
     """Without being asked: a style's parts are cut further, biases too; where ranks do not divide them, columns are."""
     for width in sampled((FEW, MANY), 2):
-        mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), rows(width)
+        mesh, x = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), rows(width)
         net = net_of(width)
         for block in net:
-            parallelize_module(block, mesh["tp"], {
-                "qkv": FusedColwiseParallel(QKV, units=4, use_local_output=False, split_output=False),
-                "w13": FusedColwiseParallel(W13, units=4, use_local_output=False, split_output=False),
-                "o": RowwiseParallel(use_local_output=False), "w2": RowwiseParallel(use_local_output=False)})
+            md.parallelize_module(block, mesh["tp"], {
+                "qkv": md.FusedColwiseParallel(QKV, units=4, use_local_output=False, split_output=False),
+                "w13": md.FusedColwiseParallel(W13, units=4, use_local_output=False, split_output=False),
+                "o": md.RowwiseParallel(use_local_output=False), "w2": md.RowwiseParallel(use_local_output=False)})
         for cell in (*net, net):
-            fully_shard(cell, mesh=mesh["dp"])
+            md.fully_shard(cell, mesh=mesh["dp"])
         for p in (net[0].qkv.weight, net[0].qkv.bias):
-            assert p.placements == (FusedShard(0, QKV),) * 2 and "16+8+8@tp@dp" in repr(p.layout), p
+            assert p.placements == (md.FusedShard(0, QKV),) * 2 and "16+8+8@tp@dp" in repr(p.layout), p
         whole, dp, tp = net_of(width)[0].qkv.weight.asnumpy(), world.rank // 2, world.rank % 2
         mine = [whole[at + n // 2 * tp + n // 4 * dp:][:n // 4] for at, n in zip((0, 16, 24), QKV)]
         assert np.array_equal(net[0].qkv.weight.to_local().asnumpy(), np.concatenate(mine)), "tp cuts first"
@@ -244,24 +231,24 @@ def beside_tensor_parallel_ranks_both_cut_the_parts(world):
         asked = {("all_gather", "forward"): 2, ("all_gather", "backward"): 2, ("reduce_scatter", "backward"): 2}
         assert count == asked, count
     odd = nn.Dense(4, 10)
-    parallelize_module(odd, mesh["tp"], {"": FusedColwiseParallel((6, 4), units=2)})
-    fully_shard(odd, mesh=mesh["dp"])
-    assert odd.weight.placements == (Shard(1), FusedShard(0, (6, 4))) and odd.bias.placements[0] == Replicate()
+    md.parallelize_module(odd, mesh["tp"], {"": md.FusedColwiseParallel((6, 4), units=2)})
+    md.fully_shard(odd, mesh=mesh["dp"])
+    assert odd.weight.placements == (md.Shard(1), md.FusedShard(0, (6, 4))) and odd.bias.placements[0] == md.Replicate()
 
 
 @case(world_size=4, timeout=120)
 def checkpoints_are_read_by_other_numbers_of_ranks(world):
-    everyone = comm.group(tuple(range(4)))
+    everyone = md.comm.group(tuple(range(4)))
     path = Path(everyone.broadcast_object(os.path.join(os.getcwd(), "by_parts"), 0))
     net = cut(net_of(FEW), data_mesh(world))
     want = {name: array(p) for name, p in net.parameters_dict().items()}
     save(net.state_dict(), path)
-    meshes = {"copies": init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")), "4": data_mesh(world),
+    meshes = {"copies": md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")), "4": data_mesh(world),
               "plain rows": data_mesh(world)}
     for what, mesh in meshes.items():
         again = filled(net_of(FEW), 9)
         for cell in (*again, again):
-            fully_shard(cell, mesh=mesh, shard_placement_fn=None if what == "plain rows" else by_parts)
+            md.fully_shard(cell, mesh=mesh, shard_placement_fn=None if what == "plain rows" else by_parts)
         load(again.state_dict(), path)
         for name, p in again.parameters_dict().items():
             assert array(p).tobytes() == want[name].tobytes(), (what, name)
@@ -278,13 +265,14 @@ def checkpoints_are_read_by_other_numbers_of_ranks(world):
 def parts_that_ranks_do_not_divide_are_refused(world):
     mesh = data_mesh(world)
     cell = nn.Dense(6, 12)
-    text = refusal(lambda: fully_shard(cell, mesh=mesh, shard_placement_fn=lambda p: FusedShard(0, (6, 4, 2))), LayoutError)
-    assert "parameter 'weight' cannot be cut by parts over 'dp'" in text and "4 does not divide 6, 2" in text, text
-    assert "FusedShard(0, (6, 4, 2)) over 4 ranks" in text and "Shard(dim)" in text, text
-    text = refusal(lambda: fully_shard(cell, mesh=mesh, shard_placement_fn=lambda p: FusedShard(-1, (4, 2)) if p.ndim == 2
-                                       else None), LayoutError)
-    assert "along dim 0, where a part is one piece of memory" in text, text
-    text = refusal(lambda: fully_shard(cell, mesh=mesh, shard_placement_fn=lambda p: FusedShard(0, (4, 4))), LayoutError)
-    assert "The parts are all of the dim." in text, text
-    fully_shard(cell, mesh=mesh, shard_placement_fn=lambda p: FusedShard(0, (8, 4)))  # nothing had moved
+    for place, words in (
+            (lambda p: md.FusedShard(0, (6, 4, 2)), (
+                "parameter 'weight' cannot be cut by parts over 'dp'", "4 does not divide 6, 2",
+                "FusedShard(0, (6, 4, 2)) over 4 ranks", "Shard(dim)")),
+            (lambda p: md.FusedShard(-1, (4, 2)) if p.ndim == 2 else None, (
+                "along dim 0, where a part is one piece of memory",)),
+            (lambda p: md.FusedShard(0, (4, 4)), ("The parts are all of the dim.",))):
+        text = refusal(lambda place=place: md.fully_shard(cell, mesh=mesh, shard_placement_fn=place), LayoutError)
+        assert all(word in text for word in words), text
+    md.fully_shard(cell, mesh=mesh, shard_placement_fn=lambda p: md.FusedShard(0, (8, 4)))  # nothing had moved
     assert cell.weight.to_local().shape == (3, 6)

@@ -13,17 +13,30 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import Shard, comm, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
-from tests.cases import case
-from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks
-from tests.sharding.support import ROWS, WAYS, Net, alike, collected, data_mesh, filled, none_of, own_rows, rows_of, sharded
+from tests.cases import case, cases
+from tests.dist.support import added, counted, each, equal, equal_each, refusal, refused_alike, same_on_all_ranks
+from tests.sharding.support import (
+    ROWS,
+    WAYS,
+    Net,
+    alike,
+    data_mesh,
+    filled,
+    mean_square,
+    own_rows,
+    rows_of,
+    same_step,
+    sharded,
+    twins,
+)
 from tests.tiers import sampled
 
 
-def gathers(run) -> list:
+def gathers(run, phase: str = "forward") -> list:
     """The sizes of what was gathered, in order."""
     with comm.record() as events:
         run()
-    return [e.shape for e in events if e.op == "all_gather" and e.phase == "forward"]
+    return [e.shape for e in events if e.op == "all_gather" and e.phase == phase]
 
 
 def unlike() -> Net:
@@ -35,13 +48,17 @@ def unlike() -> Net:
     return filled(net)
 
 
+def prefetching(mesh):
+    """A model of one device, one that prefetches as it is told, and one as usual."""
+    plain, net = twins(unlike, "fully_shard", mesh)
+    return plain, net, twins(unlike, "fully_shard", mesh)[1]
+
+
 @case(2)
 def forward_prefetch(world):
     """Numbers and counts stay; the named cells are gathered before the one that runs next otherwise."""
-    mesh, plain = data_mesh(world), unlike()
-    net, usual = unlike(), unlike()
-    for n in (net, usual):
-        sharded()(n, mesh, n.blocks)
+    mesh = data_mesh(world)
+    plain, net, usual = prefetching(mesh)
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2], net.blocks[1]])
     for step in range(3):
         count = alike(net, plain, mesh, what=f"step {step}")
@@ -49,31 +66,23 @@ def forward_prefetch(world):
     x = rows_of(mesh)
     got, order = gathers(lambda: net(x)), gathers(lambda: usual(x))
     assert sorted(got) == sorted(order) and got.index(order[3]) < got.index(order[2]), (got, order)
-    for wrong in ([nn.Dense(4, 4)], "blocks", [net.blocks[0].weight if hasattr(net.blocks[0], "weight") else 3]):
-        with counted() as count:
-            text = refusal(lambda wrong=wrong: net.blocks[0].set_modules_to_forward_prefetch(wrong), ConfigError)
-        assert "set_modules_to_forward_prefetch" in text and not count, text
-        same_on_all_ranks(world, text)
+    for wrong in ([nn.Dense(4, 4)], "blocks", [3]):
+        text = refused_alike(world, lambda wrong=wrong: net.blocks[0].set_modules_to_forward_prefetch(wrong), ConfigError)
+        assert "set_modules_to_forward_prefetch" in text, text
     net.blocks[0].set_modules_to_forward_prefetch([])
     alike(net, plain, mesh)
 
 
 @case(2)
 def backward_prefetch(world):
-    mesh, plain = data_mesh(world), unlike()
-    net, usual = unlike(), unlike()
-    for n in (net, usual):
-        sharded()(n, mesh, n.blocks)
+    mesh = data_mesh(world)
+    plain, net, usual = prefetching(mesh)
     net.blocks[3].set_modules_to_backward_prefetch([net.blocks[2], net.blocks[0]])
-    orders = {}
-    for name, n in (("net", net), ("usual", usual)):
-        for step in range(3):
-            with comm.record() as events:
-                alike(n, plain, mesh, what=f"{name} step {step}")
-            orders[name] = [e.shape for e in events if e.op == "all_gather" and e.phase == "backward"]
-    assert sorted(orders["net"]) == sorted(orders["usual"]), orders
-    first, second = orders["usual"][2], orders["usual"][3]  # blocks 1 and 0 usually
-    assert orders["net"].index(second) < orders["net"].index(first), orders
+    for _ in range(3):
+        got, order = (gathers(lambda n=n: alike(n, plain, mesh), "backward") for n in (net, usual))
+    assert sorted(got) == sorted(order), (got, order)
+    first, second = order[2], order[3]  # blocks 1 and 0 usually
+    assert got.index(second) < got.index(first), (got, order)
     text = refusal(lambda: net.blocks[0].set_modules_to_backward_prefetch([nn.Dense(4, 4)]), ConfigError)
     assert "set_modules_to_backward_prefetch" in text, text
 
@@ -81,15 +90,14 @@ def backward_prefetch(world):
 @case(2)
 def prefetched_cells_that_do_not_run(world):
     """What is prefetched and not used is given back; what is written meanwhile is seen."""
-    mesh, plain, net = data_mesh(world), filled(Net()), filled(Net())
-    sharded()(net, mesh, net.blocks)
+    mesh = data_mesh(world)
+    plain, net = twins(Net, "fully_shard", mesh)
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
     for order in ((0, 1, 2), (0, 1), (0,), (0, 1, 2), (1, 2)):
         plain.order = net.order = order
         alike(net, plain, mesh, what=str(order))
-        for n in (plain, net):
-            for p in n.get_parameters():
-                p.set_data(p * 1.1)
+        for p in (*plain.get_parameters(), *net.get_parameters()):
+            p.set_data(p * 1.1)
 
 
 class Language(nn.Cell):
@@ -114,19 +122,18 @@ class Language(nn.Cell):
 
 @case(2)
 def a_method_registered_as_forward(world):
-    mesh, faults = data_mesh(world), []
-    for wrap, cells in ((sharded(), False), (sharded(), True), (WAYS["zero1"], False), (WAYS["kept"], False)):
-        def steps(wrap=wrap, cells=cells):
-            plain, net = filled(Language()), filled(Language())
-            wrap(net, mesh, (net.inner,) if cells else ())
-            md.register_fsdp_forward_method(net, "encode")
-            md.register_fsdp_forward_method(net, "generate")
-            assert net.encode.__doc__ == "Features of a batch.", net.encode.__doc__
-            alike(net, plain, mesh, lambda n: lambda x: (n.encode(x, scale=0.5) ** 2).mean(), "encode")
-            alike(net, plain, mesh, lambda n: lambda x: (n.generate(x) ** 2).mean(), "generate")
-            alike(net, plain, mesh, what="construct, which calls it")
-            equal(net.encode(own_rows(mesh)), plain.encode(Tensor(ROWS)), "plain rows")
-        collected(faults, f"{cells=}", steps)
+    mesh = data_mesh(world)
+
+    @each((("fully_shard", ""), ("fully_shard", "inner"), ("zero1", ""), ("kept", "")))
+    def steps(way, cells):
+        plain, net = twins(Language, way, mesh, cells)
+        md.register_fsdp_forward_method(net, "encode")
+        md.register_fsdp_forward_method(net, "generate")
+        assert net.encode.__doc__ == "Features of a batch.", net.encode.__doc__
+        alike(net, plain, mesh, lambda n: lambda x: (n.encode(x, scale=0.5) ** 2).mean(), "encode")
+        alike(net, plain, mesh, lambda n: lambda x: (n.generate(x) ** 2).mean(), "generate")
+        alike(net, plain, mesh, what="construct, which calls it")
+        equal(net.encode(own_rows(mesh)), plain.encode(Tensor(ROWS)), "plain rows")
     whole = fully_shard(filled(Language()), mesh=mesh)
     text = refusal(lambda: md.register_fsdp_forward_method(whole, "decode"), ConfigError)
     assert "decode" in text and "register_fsdp_forward_method" in text, text
@@ -134,37 +141,34 @@ def a_method_registered_as_forward(world):
     net = filled(Language())  # not sharded: nothing changes, as in PyTorch
     md.register_fsdp_forward_method(net, "encode")
     equal(net.encode(Tensor(ROWS)), filled(Language()).encode(Tensor(ROWS)))
-    none_of(faults)
 
 
 @case(2)
 def a_list_of_cells_as_one_unit(world):
     """One gather before the first of them, one reduction after the last; each may run in its own place, or not at all."""
-    mesh, faults = data_mesh(world), []
+    mesh = data_mesh(world)
     plain, net = filled(Net()), filled(Net())
     given = [net.blocks[0], net.blocks[2]]
     assert fully_shard(given, mesh=mesh) is given
     fully_shard(net, mesh=mesh)
-    for order in ((0, 1, 2), (2, 1, 0), (0, 2), (1, 0), (1,), (0, 0, 2), (0, 1, 2)):
-        def steps(order=order):
-            plain.order = net.order = order
-            count = alike(net, plain, mesh, what=str(order))
-            assert count["reduce_scatter", "backward"] <= 1 + max(order.count(0), order.count(2), 1), count
-        collected(faults, str(order), steps)
-    plain.order = net.order = (0, 1, 2)
+
+    @each((order,) for order in ((0, 1, 2), (2, 1, 0), (0, 2), (1, 0), (1,), (0, 0, 2), (0, 1, 2)))
+    def steps(order):
+        plain.order = net.order = order
+        count = alike(net, plain, mesh)
+        assert count["reduce_scatter", "backward"] <= 1 + max(order.count(0), order.count(2), 1), count
     with counted() as count:
         net(rows_of(mesh))
     assert count["all_gather", "forward"] == 2, count
     for wrong in ([], [net, 3], (net.blocks[1], net.blocks[1])):
         text = refusal(lambda wrong=wrong: fully_shard(wrong, mesh=mesh), (ConfigError, LayoutError))
         same_on_all_ranks(world, text)
-    none_of(faults)
 
 
 @case(2)
 def unshard_with_a_handle(world):
-    mesh, plain, net = data_mesh(world), filled(Net()), filled(Net())
-    sharded()(net, mesh, net.blocks)
+    mesh = data_mesh(world)
+    plain, net = twins(Net, "fully_shard", mesh)
     x = rows_of(mesh)
     for wait in (True, False):
         with counted() as count:
@@ -186,77 +190,50 @@ def unshard_with_a_handle(world):
     net.blocks[1].reshard()
 
 
-def hsdp(world):
+@cases(4, {"copies_are_summed_in_the_last_micro_batch_only": (((True, False), (True, False), (True, True)), 2),
+           "copies_and_cuts_each_synchronised_in_their_own_time": (
+               ((False, False), (True, False), (False, False), (True, True)), 1)})
+def micro_batches_over_copies(world, waits, steps: int) -> None:
+    """Reduce-scatter within the cut axis, and all-reduce over the copies, each where it is asked for; the last sums all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
-    plain, net = filled(Net()), filled(Net())
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return mesh, plain, net, distribute_tensor(Tensor(ROWS), mesh, [Shard(0), Shard(0)], src_data_rank=None)
-
-
-@case(4)
-def copies_are_summed_in_the_last_micro_batch_only(world):
-    """Reduce-scatter within the cut axis in each; all-reduce over the copies once."""
-    mesh, plain, net, x = hsdp(world)
-    params = net.trainable_params()
-    step = value_and_grad(lambda x: (net(x) ** 2).mean(), None, params)
-    want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(ROWS))[1]
-    for _ in range(2):
+    plain, net = twins(Net, "fully_shard", mesh)
+    x, params = distribute_tensor(Tensor(ROWS), mesh, [Shard(0), Shard(0)], src_data_rank=None), net.trainable_params()
+    step = value_and_grad(mean_square(net), None, params)
+    want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
+    for _ in range(steps):
         total = None
-        for i in range(3):
-            net.set_requires_all_reduce(i == 2)
+        for sync, over in waits:
+            net.set_requires_gradient_sync(sync)
+            net.set_requires_all_reduce(over)
             with counted() as count:
                 grads = step(x)[1]
-            assert count["reduce_scatter", "backward"] == 4, count
-            assert (count["all_reduce", "backward"] > 0) is (i == 2), (i, count)
-            total = grads if total is None else [a + b for a, b in zip(total, grads)]
-        for p, g, w in zip(params, total, want, strict=True):
-            equal(g, 3 * w, p.name)
-    for p, g, w in zip(params, step(x)[1], want, strict=True):
-        equal(g, w, f"nothing is left over: {p.name}")
+            sums = count["reduce_scatter", "backward"], count["all_reduce", "backward"] > 0
+            assert sums == (4 * sync, sync and over), (sync, over, count)
+            total = added(total, grads)
+        equal_each(total, [w * len(waits) for w in want], params)
+    equal_each(step(x)[1], want, params, "nothing is left over")
     text = refusal(lambda: net.set_requires_all_reduce(1), ConfigError)
     assert "set_requires_all_reduce" in text, text
 
 
-@case(4)
-def copies_and_cuts_each_synchronised_in_their_own_time(world):
-    mesh, plain, net, x = hsdp(world)
-    params = net.trainable_params()
-    step = value_and_grad(lambda x: (net(x) ** 2).mean(), None, params)
-    want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(ROWS))[1]
-    total, sums = None, []
-    for sync, over in ((False, False), (True, False), (False, False), (True, True)):
-        net.set_requires_gradient_sync(sync)
-        net.set_requires_all_reduce(over)
-        with counted() as count:
-            grads = step(x)[1]
-        sums.append((count["reduce_scatter", "backward"], count["all_reduce", "backward"] > 0))
-        total = grads if total is None else [a + b for a, b in zip(total, grads)]
-    assert sums == [(0, False), (4, False), (0, False), (4, True)], sums
-    for p, g, w in zip(params, total, want, strict=True):
-        equal(g, 4 * w, p.name)
-
-
 @case(2)
 def replicate_leaves_ignored_modules_alone(world):
-    mesh, faults = data_mesh(world), []
-    for how in ({}, {"bucket_mb": 0}, {"zero1": True}):
-        def steps(how=how):
-            net, plain = filled(Net()), filled(Net())
-            left = net.blocks[1]
-            replicate(left, mesh=mesh)
-            held = list(left.get_parameters())
-            replicate(net, mesh=mesh, ignored_modules=(left,), **how)
-            assert all(a is b for a, b in zip(held, left.get_parameters(), strict=True)), "replaced"
-            alike(net, plain, mesh)
-        collected(faults, str(how), steps)
+    mesh = data_mesh(world)
+
+    @each(({}, {"bucket_mb": 0}, {"zero1": True}))
+    def steps(how):
+        net, plain = filled(Net()), filled(Net())
+        left = net.blocks[1]
+        replicate(left, mesh=mesh)
+        held = list(left.get_parameters())
+        replicate(net, mesh=mesh, ignored_modules=(left,), **how)
+        assert all(a is b for a, b in zip(held, left.get_parameters(), strict=True)), "replaced"
+        alike(net, plain, mesh)
     net = filled(Net())
     replicate(net, mesh=mesh, ignored_modules=[net.blocks[1]])
     assert not isinstance(net.blocks[1][0].weight, md.DTensor) and isinstance(net.blocks[0][0].weight, md.DTensor)
     text = refusal(lambda: replicate(filled(Net()), mesh=mesh, ignored_modules=[3]), ConfigError)
     assert "ignored_modules" in text, text
-    none_of(faults)
 
 
 @dataclass
@@ -293,27 +270,23 @@ class Carrying(nn.Cell):
 @case(2)
 def tensors_in_dataclasses(world):
     """Plain ones are rows, as in tuples; those that come out bring the gradient back to their cell."""
-    mesh, faults = data_mesh(world), []
+    mesh = data_mesh(world)
 
-    def value(net, make):
-        def loss(x):
-            out = net(Batch(x, {"m": [make(ROWS * 0.5 + 1)]}))
-            return (out.x ** 2).mean() + (out.inner["z"][0] ** 2).mean()
-        return loss
+    def value(out):
+        return (out.x ** 2).mean() + other(out)
 
-    def other(net, make):
-        return lambda x: (net(Batch(x, {"m": [make(ROWS * 0.5 + 1)]})).inner["z"][0] ** 2).mean()
-    for (way, wrap), loss, rows in sampled(itertools.product(WAYS.items(), (value, other), ("plain", "DTensor")), 5):
-        def steps(wrap=wrap, loss=loss, rows=rows):
-            plain, net = filled(Carrying()), filled(Carrying())
-            wrap(net, mesh, (net.first, net.second))
-            make = (lambda a: own_rows(mesh, a)) if rows == "plain" else (lambda a: rows_of(mesh, a))
-            want = ms.value_and_grad(loss(plain, Tensor), None, plain.trainable_params())(Tensor(ROWS))
-            for _ in range(2):
-                got = value_and_grad(loss(net, make), None, net.trainable_params())(make(ROWS))
-                equal_steps(got, want, net.trainable_params())
-        collected(faults, f"{way}, {loss.__name__}, {rows}", steps)
-    none_of(faults)
+    def other(out):
+        return (out.inner["z"][0] ** 2).mean()
+
+    @each(sampled(itertools.product(WAYS, (value, other), (own_rows, rows_of)), 5))
+    def steps(way, of, rows):
+        plain, net = twins(Carrying, way, mesh, "first second")
+
+        def loss(n):
+            m = ROWS * 0.5 + 1
+            return lambda x: of(n(Batch(x, {"m": [Tensor(m) if n is plain else rows(mesh, m)]})))
+        for _ in range(2):
+            same_step(net, plain, rows(mesh), loss)
 
 
 @case(2)

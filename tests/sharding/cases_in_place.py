@@ -9,9 +9,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from tests.cases import case
-from tests.dist.support import equal
-from tests.sharding.support import ROWS, WAYS, alike, collected, data_mesh, filled, none_of, rows_of
+from tests.cases import case, cases
+from tests.dist.support import each, equal
+from tests.sharding.support import ROWS, WAYS, alike, data_mesh, filled, rows_of, twins
 from tests.tiers import sampled
 
 
@@ -44,29 +44,17 @@ class Counted(nn.Cell):
         return self.b(y) * (self.total if self.kind == "buffer" else self.seen)
 
 
-def in_place(world) -> None:
-    mesh, faults = data_mesh(world), []
-    kinds = "activation", "whole activation", "parameter", "copy_", "buffer", "index"
-    every = 7 if world.size == 2 else 11
-    for kind, (way, wrap), cells in sampled(itertools.product(kinds, WAYS.items(), (False, True)), every):
-        def steps(wrap=wrap, kind=kind, cells=cells):
-            plain, net = filled(Counted(kind)), filled(Counted(kind))
-            wrap(net, mesh, (net.a, net.b) if cells else ())
-            for step in range(3):
-                alike(net, plain, mesh, what=f"step {step}")
-                equal(net.seen, plain.seen, f"step {step}: what was written")
-        collected(faults, f"{way} {cells=} {kind}", steps)
-    none_of(faults)
-
-
-@case(2)
+@case((2, 4))
 def an_in_place_write_in_the_step(world):
-    in_place(world)
+    mesh = data_mesh(world)
+    kinds = "activation", "whole activation", "parameter", "copy_", "buffer", "index"
 
-
-@case(4)
-def an_in_place_write_in_the_step_of_four(world):
-    in_place(world)
+    @each(sampled(itertools.product(kinds, WAYS, ("", "a b")), 7 if world.size == 2 else 11))
+    def steps(kind, way, cells):
+        plain, net = twins(lambda: Counted(kind), way, mesh, cells)
+        for step in range(3):
+            alike(net, plain, mesh, what=f"step {step}")
+            equal(net.seen, plain.seen, f"step {step}: what was written")
 
 
 class Weighted(nn.Cell):
@@ -82,6 +70,18 @@ class Weighted(nn.Cell):
         return mint.tanh(self.a(x)) * self.w
 
 
+def by_set_data(p, value) -> None:
+    p.set_data(value)
+
+
+def by_index(p, value) -> None:
+    p[:] = value
+
+
+@cases(4, {"assigned_after_its_use": ("before", ops.assign, 0),
+           "assigned_after_its_use_behind_the_cell": ("after", ops.assign, 1),
+           "set_data_after_its_use": ("after", by_set_data, 2),
+           "indexed_after_its_use": ("after", by_index, 0)})
 def penalty_written_after_its_use(world, use: str, write, first: int) -> None:
     """A penalty on weights by frozen factors that the same step renews, beside the model's cell (elastic weights)."""
     mesh = data_mesh(world)
@@ -97,9 +97,8 @@ def penalty_written_after_its_use(world, use: str, write, first: int) -> None:
             write(n.matters, n.matters * 0.5 + 0.5)
             return (y ** 2).mean() + extra
         return of
-    for way, wrap in sampled(WAYS.items(), 3, first):
-        plain, copied, net = filled(Weighted()), filled(Weighted()), filled(Weighted())
-        wrap(net, mesh, (net.a,))
+    for way in sampled(WAYS, 3, first):
+        copied, (plain, net) = filled(Weighted()), twins(Weighted, way, mesh, "a")
         for step in range(3):
             what = f"{way}, {use}: step {step}"
             if write is not by_set_data:
@@ -111,31 +110,3 @@ def penalty_written_after_its_use(world, use: str, write, first: int) -> None:
                 off = np.minimum(*(np.abs(got - w.asnumpy()) for w in (own[0], of_w)))
                 assert off.max() < 2e-5 * np.abs(got).max(), (what, got, own, of_w)
             equal(net.matters, plain.matters, f"{what}: what it has written")
-
-
-def by_set_data(p, value) -> None:
-    p.set_data(value)
-
-
-def by_index(p, value) -> None:
-    p[:] = value
-
-
-@case(4)
-def assigned_after_its_use(world):
-    penalty_written_after_its_use(world, "before", ops.assign, 0)
-
-
-@case(4)
-def assigned_after_its_use_behind_the_cell(world):
-    penalty_written_after_its_use(world, "after", ops.assign, 1)
-
-
-@case(4)
-def set_data_after_its_use(world):
-    penalty_written_after_its_use(world, "after", by_set_data, 2)
-
-
-@case(4)
-def indexed_after_its_use(world):
-    penalty_written_after_its_use(world, "after", by_index, 0)

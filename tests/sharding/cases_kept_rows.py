@@ -23,9 +23,9 @@ from ms_dtensor.internals.names import NoFallbackGuard, no_grad
 from ms_dtensor.parallel.sharding.block import Block
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
-from tests.dist.support import counted
+from tests.dist.support import counted, each
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import collected, filled, mean_square, none_of, rows_of
+from tests.sharding.support import data_mesh, filled, mean_square, rows_of
 from tests.tiers import sampled
 
 POLICY = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)
@@ -119,15 +119,11 @@ def kept(net) -> list[Block]:
     return [block for unit in units_of(net) for block in unit.blocks if block._own is not None and block._work is None]
 
 
-def on_devices(world):
-    return md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
-
-
 @case(2, timeout=60)
 def a_step_packs_each_unit_once(world):
     """Those of float32 twice, as that is one kernel; the outermost one is not gathered again."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         for policy, packs, rtol in ((POLICY, 4, 0.05), (None, 7, 1e-5)):
             net, plain = sharded(mesh, policy=policy), filled(Between())
             want, (dx, grads) = ms.value_and_grad(mean_square(plain), 0, plain.trainable_params())(Tensor(X))
@@ -144,7 +140,7 @@ def a_step_packs_each_unit_once(world):
 def a_forward_alone_keeps_nothing(world):
     """Evaluation, and a recording, whose backward may come after writes that nobody sees; kept ones need no row."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         net = sharded(mesh)
         net.between = lambda block: seen.append(len(kept(net)))
         seen: list[int] = []
@@ -198,34 +194,32 @@ def by_each(how):
 @case(2, timeout=120)
 def written_between_forward_and_backward(world):
     """The input's gradient, and the next step, are as if nothing had been kept; and others than without the write."""
-    faults: list[str] = []
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         untouched = step_of(sharded(mesh), mesh)[0][1].full_tensor().asnumpy()
         writes = {**{name: by_each(how) for name, how in WRITES.items()},
                   **{name: by_optimizer(make) for name, make in OPTIMIZERS.items()}}
-        for name, between in sampled(writes.items(), 3, 1):  # a write, a local tensor's, two optimizers
-            def check(name=name, between=between):
-                found = []
-                for anew in (contextlib.nullcontext, packing_anew):
-                    with anew(), uncounted() if name in OPTIMIZERS else contextlib.nullcontext():
-                        net = sharded(mesh)
-                        net.between = between
-                        one, packed, _ = step_of(net, mesh)
-                        net.between = None
-                        found.append([*one, *step_of(net, mesh)[0], *net.trainable_params()])
-                    assert packed == (5 if anew is contextlib.nullcontext else 7), packed
-                same(*found, "as if packed anew")
-                assert not np.array_equal(found[0][1].full_tensor().asnumpy(), untouched), "the backward has read what was"
-            collected(faults, name, check)
-    none_of(faults)
+
+        @each(sampled(writes, 3, 1))  # a write, a local tensor's, two optimizers
+        def check(name):
+            found = []
+            for anew in (contextlib.nullcontext, packing_anew):
+                with anew(), uncounted() if name in OPTIMIZERS else contextlib.nullcontext():
+                    net = sharded(mesh)
+                    net.between = writes[name]
+                    one, packed, _ = step_of(net, mesh)
+                    net.between = None
+                    found.append([*one, *step_of(net, mesh)[0], *net.trainable_params()])
+                assert packed == (5 if anew is contextlib.nullcontext else 7), packed
+            same(*found, "as if packed anew")
+            assert not np.array_equal(found[0][1].full_tensor().asnumpy(), untouched), "the backward has read what was"
 
 
 @case(2, timeout=60)
 def forwards_in_flight(world):
     """Recordings, with a write between; a cell that runs twice; micro-batches, with an optimizer's step after them."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
 
         def recordings(net):
             runs = [Recording.of(net, rows_of(mesh, X * k)) for k in (1, 2)]
@@ -264,7 +258,7 @@ def step_of_parts(net, mesh, x) -> list:
 def a_row_goes_with_what_it_was_for(world):
     """A forward that raises, ranks that leave a step, `reshard`, the next forward; the memory is given back, too."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         net = sharded(mesh)
 
         def at(then):
@@ -295,7 +289,7 @@ def a_row_goes_with_what_it_was_for(world):
 def rows_that_no_backward_asks_for(world):
     """A frozen teacher's, of which the loss is detached: they end with the gradient."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         net, teacher = sharded(mesh), sharded(mesh)
         loss, wanted = mean_square(net), net.trainable_params()
         for p in teacher.trainable_params():
@@ -308,7 +302,7 @@ def rows_that_no_backward_asks_for(world):
 def a_parameter_that_was_frozen_first(world):
     """It can be cut while it is frozen; trained later, its gradient is that of one that was never frozen."""
     with rehearsed(clock=False):
-        mesh = on_devices(world)
+        mesh = data_mesh(world, "npu")
         net, never = filled(Between()), sharded(mesh)
         for p in (net.blocks[0].w, net.blocks[1].scale):
             p.requires_grad = False

@@ -2,6 +2,7 @@
 """`fully_shard(..., local_inputs=True)`: cells of local tensors with collectives of their own, against one device."""
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import mindspore as ms
@@ -13,8 +14,7 @@ import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, checkpoint_wrapper, distribute_tensor, fully_shard, init_device_mesh, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal
-from tests.sharding.support import collected, none_of
+from tests.dist.support import counted, each, equal, refusal
 from tests.tiers import sampled
 
 ROWS = np.random.default_rng(3).normal(size=(8, 6)).astype(np.float32)
@@ -149,91 +149,90 @@ def local_cells_have_the_gradients_of_one_device(world):
     loss, want = reference()
     ways = {"cut": {}, "kept till the backward": {"reshard_after_forward": False},
             "by dim 1": {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 1 else None}}
-    faults: list[str] = []
-    for name, mesh in meshes(world).items():
-        for way, how in sampled(ways.items(), 2):
-            def both(mesh=mesh, how=how, what=f"{name}, {way}"):
-                net, (x, y) = wrapped(mesh, **how), mine(mesh)
-                assert [type(p).__name__ for p in net.trainable_params()] == ["DTensorParameter"] * 7
-                step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, net.trainable_params())
-                for _ in range(STEPS):
-                    with counted() as count:
-                        got = step()
-                assert count == expected(mesh, "reshard_after_forward" not in how), (what, count)
-                assert type(got[0]) is Tensor
-                total = data_of(mesh).get_group().all_reduce(got[0].reshape((1,)), "avg") / part_of_loss(mesh)
-                equal(total, loss.reshape((1,)), f"{what}: loss")
-                check_grads(net, got[1], want, what)
-                with counted() as again, md.recorded(net):
-                    md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
-                assert again == count, (what, again)
-                for p, g in zip(net.trainable_params(), got[1]):
-                    assert p.grad.to_local().asnumpy().tobytes() == g.to_local().asnumpy().tobytes(), (what, p.name)
-                net.zero_grad()
-                assert all(p.grad is None for p in net.trainable_params())
-                net.set_reduce_op_type("sum")
-                check_grads(net, step()[1], [w * data_of(mesh).size() for w in want], f"{what}, sum")
-            collected(faults, f"{name}, {way}", both)
-    none_of(faults)
+
+    @each((*on, way) for on in meshes(world).items() for way in sampled(ways, 2))
+    def both(_, mesh, way):
+        how = ways[way]
+        net, (x, y) = wrapped(mesh, **how), mine(mesh)
+        params = list(net.trainable_params())
+        assert [type(p).__name__ for p in params] == ["DTensorParameter"] * 7
+        step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)
+        for _ in range(STEPS):
+            with counted() as count:
+                got = step()
+        assert count == expected(mesh, "reshard_after_forward" not in how), count
+        assert type(got[0]) is Tensor
+        total = data_of(mesh).get_group().all_reduce(got[0].reshape((1,)), "avg") / part_of_loss(mesh)
+        equal(total, loss.reshape((1,)), "loss")
+        check_grads(net, got[1], want, "gradient")
+        with counted() as again, md.recorded(net):
+            md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
+        assert again == count, again
+        for p, g in zip(params, got[1]):
+            assert p.grad.to_local().asnumpy().tobytes() == g.to_local().asnumpy().tobytes(), p.name
+        net.zero_grad()
+        assert all(p.grad is None for p in params)
+        net.set_reduce_op_type("sum")
+        check_grads(net, step()[1], [w * data_of(mesh).size() for w in want], "sum")
 
 
 @case((2, 4), timeout=240)
 def local_cells_keep_parameters_whole_where_they_are_told_to(world):
     _, want = reference()
-    faults: list[str] = []
-    for name, mesh in meshes(world).items():
-        def check(mesh=mesh, name=name):
-            def whole(cell):
-                return {"replicate_params": [p for _, p in cell.parameters_and_names() if p.name in ("scale", "head")
-                                             or p.name.endswith((".scale", ".up"))]}
-            net, (x, y) = wrapped(mesh, whole), mine(mesh)
-            scale = net.blocks[0].scale
-            assert all(p.is_replicate() for p in scale.placements), scale
-            step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, net.trainable_params())
-            check_grads(net, step()[1], want, name)
-            for block in net.blocks if "tp" in mesh.mesh_dim_names else ():
-                block.said = [md.Partial()]
-            with counted() as count:
-                check_grads(net, step()[1], want, f"{name}, said")
-            kept = [e for e in count if e[0] == "all_reduce" and e[1] == "backward"]
-            assert kept, count
-            for cell in net.blocks:
-                checkpoint_wrapper(cell)
-            check_grads(net, step()[1], want, f"{name}, recompute")
-            net.blocks[0].up.requires_grad = False
+
+    def whole(cell):
+        return {"replicate_params": [p for _, p in cell.parameters_and_names() if p.name in ("scale", "head")
+                                     or p.name.endswith((".scale", ".up"))]}
+
+    @each(meshes(world).items())
+    def check(_, mesh):
+        net, (x, y) = wrapped(mesh, whole), mine(mesh)
+        scale = net.blocks[0].scale
+        assert all(p.is_replicate() for p in scale.placements), scale
+
+        def stepped(what: str) -> None:
             params = list(net.trainable_params())
             grads = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)()[1]
-            check_grads(net, grads, [w for w, p in zip(want, net.get_parameters()) if p.requires_grad], f"{name}, frozen")
-            assert type(net(x)) is Tensor, "without a gradient"
-        collected(faults, name, check)
-    none_of(faults)
+            check_grads(net, grads, [w for w, p in zip(want, net.get_parameters()) if p.requires_grad], what)
+        stepped("kept")
+        for block in net.blocks if "tp" in mesh.mesh_dim_names else ():
+            block.said = [md.Partial()]
+        with counted() as count:
+            stepped("said")
+        assert count["all_reduce", "backward"], count
+        for cell in net.blocks:
+            checkpoint_wrapper(cell)
+        stepped("recompute")
+        net.blocks[0].up.requires_grad = False
+        stepped("frozen")
+        assert type(net(x)) is Tensor, "without a gradient"
+
+
+CUT_OR_KEPT = {"cut": lambda cell: {}, "kept": lambda cell: {"replicate_params": cell.get_parameters()}}
 
 
 @case((2, 4), timeout=240)
 def main_gradients_add_up_micro_batches_in_float32(world):
-    faults: list[str] = []
     policy = md.MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
     want = [sum(parts) for parts in zip(*(reference(ROWS[i::2], LABELS[i::2])[1] for i in range(2)))]
-    for name, mesh in meshes(world).items():
-        for ways, each in {"cut": lambda cell: {}, "kept": lambda cell: {"replicate_params": cell.get_parameters()}}.items():
-            def check(mesh=mesh, name=name, each=each):
-                net = wrapped(mesh, each, mp_policy=policy)
-                for _ in range(2):  # steps
-                    for i in range(2):
-                        x, y = mine(mesh, ROWS[i::2], LABELS[i::2])
-                        net.set_requires_all_reduce(i == 1)
-                        with md.recorded(net):
-                            md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
-                    params = list(net.trainable_params())
-                    assert all(getattr(p, "grad", None) is None and p.main_grad.dtype == ms.float32 for p in params)
-                    check_grads(net, [p.main_grad for p in params], want, name)
-                    net.zero_grad()
-                x, y = mine(mesh, ROWS[::2], LABELS[::2])
-                grads = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)()[1]
-                assert all(not g.to_local().asnumpy().any() for g in grads), "they are in main_grad"
-                check_grads(net, [p.main_grad for p in params], reference(ROWS[::2], LABELS[::2])[1], name)
-            collected(faults, f"{name}, {ways}", check)
-    none_of(faults)
+
+    @each(itertools.product(meshes(world).values(), CUT_OR_KEPT))
+    def check(mesh, way):
+        net = wrapped(mesh, CUT_OR_KEPT[way], mp_policy=policy)
+        params = list(net.trainable_params())
+        for _ in range(2):  # steps
+            for i in range(2):
+                x, y = mine(mesh, ROWS[i::2], LABELS[i::2])
+                net.set_requires_all_reduce(i == 1)
+                with md.recorded(net):
+                    md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
+            assert all(getattr(p, "grad", None) is None and p.main_grad.dtype == ms.float32 for p in params)
+            check_grads(net, [p.main_grad for p in params], want, "sums")
+            net.zero_grad()
+        x, y = mine(mesh, ROWS[::2], LABELS[::2])
+        grads = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)()[1]
+        assert all(not g.to_local().asnumpy().any() for g in grads), "they are in main_grad"
+        check_grads(net, [p.main_grad for p in params], reference(ROWS[::2], LABELS[::2])[1], "value_and_grad")
 
 
 def half_of_the_rows(net, rank: int):
@@ -247,15 +246,15 @@ def a_low_precision_computation_is_summed_in_float32(world):
     """Float16 in the cells, float32 between the ranks: sums of float16 numbers to more digits than float16 has."""
     mesh = meshes(world)["dp2"]
     policy = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
-    for each in (lambda cell: {}, lambda cell: {"replicate_params": cell.get_parameters()}):
-        net = wrapped(mesh, each, mp_policy=policy)
+    half = Net()
+    for p in half.get_parameters():
+        p.set_dtype(ms.float16)
+    parts = [half_of_the_rows(half, r) for r in range(2)]
+    for how in CUT_OR_KEPT.values():
+        net = wrapped(mesh, how, mp_policy=policy)
         x, y = mine(mesh)
         with md.recorded(net):
             md.backward(loss_on(net, x, y.astype(ms.float16)).astype(ms.float32))
-        half = Net()
-        for p in half.get_parameters():
-            p.set_dtype(ms.float16)
-        parts = [half_of_the_rows(half, r) for r in range(2)]
         for p, a, b in zip(net.trainable_params(), *parts):
             equal(p.main_grad, (a.asnumpy().astype(np.float32) + b.asnumpy().astype(np.float32)) / 2, p.name, 1e-6)
 
@@ -280,10 +279,6 @@ def what_local_cells_cannot_do_is_refused_in_four_parts(world):
     fully_shard(tied.blocks[0], mesh=mesh, local_inputs=True)
     assert "is of a unit already" in refusal(lambda: fully_shard(tied, mesh=mesh, local_inputs=True), LayoutError)
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    other = wrapped(both)
-    other.blocks[0].__class__ = type("Forgets", (Block,), {"construct": lambda self, x: x * self.scale})
-    other.blocks[0].__dict__.pop("construct", None)
-    del other
     kept = laid_out(both)
     kept.blocks[0].__class__ = type("Forgets", (Block,), {"construct": lambda self, x: x * self.scale})
     fully_shard(kept.blocks[0], mesh=both["dp"], local_inputs=True)

@@ -11,8 +11,8 @@ from ms_dtensor import ColwiseParallel, RowwiseParallel, fully_shard, init_devic
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
-from tests.dist.support import counted, equal_steps, refusal
-from tests.sharding.support import ROWS, Net, collected, mean_square, none_of, own_rows, sharded
+from tests.dist.support import counted, each, refusal
+from tests.sharding.support import Net, own_rows, same_step, sharded
 
 
 def styled(net, mesh, cells=()):
@@ -43,34 +43,30 @@ def filled_in_place(net):
 @case((2, 4), timeout=240)
 def models_without_values_are_laid_out_and_filled_in_place(world):
     mesh = init_device_mesh("cpu", (world.size // 2, 2) if world.size > 2 else (2, 1), mesh_dim_names=("dp", "tp"))
-    faults: list[str] = []
-    for way, wrap in WAYS.items():
-        def check(way=way, wrap=wrap):
-            real = Net()
-            filled_in_place(wrap(real, mesh, real.blocks))
-            with counted() as count, ms.DeviceCtx("meta"):
-                net = Net()
-                wrap(net, mesh, net.blocks)
-                assert all(p.device == "meta" for p in net.get_parameters())
-            assert not count, count
-            params = list(net.get_parameters())
-            rows = own_rows(mesh["dp"])
-            if way != "styles":
-                assert "have no values" in refusal(lambda: net(rows), ConfigError)
-            net.to_empty()
-            assert all(a is b for a, b in zip(params, net.get_parameters()))
-            assert [p.layout for p in params] == [p.layout for p in real.get_parameters()]
-            filled_in_place(net)
-            plain = Net()
-            for p, q, r in zip(params, real.get_parameters(), plain.get_parameters(), strict=True):
-                assert p.to_local().asnumpy().tobytes() == q.to_local().asnumpy().tobytes(), p.name
-                r.set_data(p.full_tensor())
-            want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
-            for _ in range(2):
-                got = md.value_and_grad(mean_square(net), None, net.trainable_params())(rows)
-                equal_steps(got, want, net.trainable_params())
-        collected(faults, way, check)
-    none_of(faults)
+
+    @each(WAYS)
+    def check(way):
+        real, wrap = Net(), WAYS[way]
+        filled_in_place(wrap(real, mesh, real.blocks))
+        with counted() as count, ms.DeviceCtx("meta"):
+            net = Net()
+            wrap(net, mesh, net.blocks)
+            assert all(p.device == "meta" for p in net.get_parameters())
+        assert not count, count
+        params = list(net.get_parameters())
+        rows = own_rows(mesh["dp"])
+        if way != "styles":
+            assert "have no values" in refusal(lambda: net(rows), ConfigError)
+        net.to_empty()
+        assert all(a is b for a, b in zip(params, net.get_parameters()))
+        assert [p.layout for p in params] == [p.layout for p in real.get_parameters()]
+        filled_in_place(net)
+        plain = Net()
+        for p, q, r in zip(params, real.get_parameters(), plain.get_parameters(), strict=True):
+            assert p.to_local().asnumpy().tobytes() == q.to_local().asnumpy().tobytes(), p.name
+            r.set_data(p.full_tensor())
+        for _ in range(2):
+            same_step(net, plain, rows)
 
 
 @case(2)

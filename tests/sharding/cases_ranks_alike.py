@@ -8,21 +8,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from ms_dtensor import DFunction, Replicate, Shard, comm, fully_shard, optim, replicate, value_and_grad
-from tests.cases import case
-from tests.dist.support import equal, refusal
-from tests.sharding.support import (
-    WAYS,
-    Net,
-    alike,
-    collected,
-    data_mesh,
-    filled,
-    mean_square,
-    none_of,
-    rows_of,
-    sharded,
-)
+from ms_dtensor import DFunction, Replicate, Shard, comm, fully_shard, optim, value_and_grad
+from tests.cases import case, cases
+from tests.dist.support import each, equal_values, refusal
+from tests.sharding.support import Net, alike, data_mesh, mean_square, rows_of, sharded, twins
 from tests.tiers import sampled
 
 
@@ -48,6 +37,8 @@ class Wide(nn.Cell):
         return mint.cat([part.reshape(-1, 1) for part in parts], 1)
 
 
+@cases(2, {"kept_weights_of_equal_sizes_in_several_buckets": ([1024] * 14,),
+           "kept_weights_of_unlike_sizes_in_several_buckets": ([1024 + 128 * (i % 5) for i in range(12)],)}, timeout=120)
 def buckets_in_one_order(world, sizes) -> None:
     """Two steps over several buckets of 25 MiB; nothing that ranks do together may follow the order of a set."""
     mesh, rows = data_mesh(world), np.random.default_rng(3).normal(size=(4, 1024)).astype(np.float32)
@@ -58,16 +49,6 @@ def buckets_in_one_order(world, sizes) -> None:
     for _ in range(2):
         count = alike(net, plain, mesh, rows=rows)
         assert count["all_reduce", "backward"] == 3, count
-
-
-@case(2, timeout=120)
-def kept_weights_of_equal_sizes_in_several_buckets(world):
-    buckets_in_one_order(world, [1024] * 14)
-
-
-@case(2, timeout=120)
-def kept_weights_of_unlike_sizes_in_several_buckets(world):
-    buckets_in_one_order(world, [1024 + 128 * (i % 5) for i in range(12)])
 
 
 class Raising(DFunction):
@@ -99,84 +80,63 @@ class Guarded(Net):
         return x
 
 
+def raising_step(net, mesh) -> None:
+    """A step whose backward raises."""
+    Raising.armed = True
+    try:
+        step = value_and_grad(mean_square(net), None, net.trainable_params())
+        assert "on purpose" in refusal(lambda: step(rows_of(mesh)), ValueError)
+    finally:
+        Raising.armed = False
+
+
+@cases(2, {"replicate_after_a_hook_raised": ("replicate", True), "replicate_after_a_function_raised": ("replicate", False),
+           "unbucketed_after_a_hook_raised": ("bucket_mb=0", True),
+           "zero1_after_a_hook_raised": ("zero1", True), "zero1_after_a_function_raised": ("zero1", False),
+           "fully_shard_after_a_hook_raised": ("fully_shard", True),
+           "fully_shard_after_a_function_raised": ("fully_shard", False)})
 def backward_that_raised(world, way: str, by_hook: bool) -> None:
     """The last cell's gradients have arrived when it raises; then the cells' order is another one."""
-    mesh, plain, net = data_mesh(world), filled(Guarded()), filled(Guarded())
-    WAYS[way](net, mesh, net.blocks)
-    params = net.trainable_params()
+    mesh = data_mesh(world)
+    plain, net = twins(Guarded, way, mesh)
 
     def refuse(*_):
         if Raising.armed:
             raise ValueError("on purpose")
     handle = net.blocks[1][0].register_backward_hook(refuse) if by_hook else None
     for order in sampled(((2, 0, 1), (0, 1, 2), (1, 2, 0), (0, 1)), 2, by_hook):
-        net.order = plain.order = (0, 1, 2)
-        Raising.armed = True
-        try:
-            text = refusal(lambda: value_and_grad(mean_square(net), None, params)(rows_of(mesh)), ValueError)
-        finally:
-            Raising.armed = False
-        assert "on purpose" in text
+        net.order = (0, 1, 2)
+        raising_step(net, mesh)
         net.order = plain.order = order
         alike(net, plain, mesh, what=f"{way} {by_hook=} then {order}")
     if handle is not None:
         handle.remove()
 
 
-def raised(name: str, way: str, by_hook: bool):
-    @case(2)
-    def run(world):
-        backward_that_raised(world, way, by_hook)
-    run.__name__ = name
-    return run
-
-
-replicate_after_a_hook_raised = raised("replicate_after_a_hook_raised", "replicate", True)
-replicate_after_a_function_raised = raised("replicate_after_a_function_raised", "replicate", False)
-unbucketed_after_a_hook_raised = raised("unbucketed_after_a_hook_raised", "bucket_mb=0", True)
-zero1_after_a_hook_raised = raised("zero1_after_a_hook_raised", "zero1", True)
-zero1_after_a_function_raised = raised("zero1_after_a_function_raised", "zero1", False)
-fully_shard_after_a_hook_raised = raised("fully_shard_after_a_hook_raised", "fully_shard", True)
-fully_shard_after_a_function_raised = raised("fully_shard_after_a_function_raised", "fully_shard", False)
-
-
 @case(2)
 def kept_weights_after_a_backward_that_raised(world):
     mesh = data_mesh(world)
-    keep = sharded(shard_placement_fn=lambda p: Replicate())
-    faults: list[str] = []
-    for order in ((2, 0, 1), (1, 0, 2), (0, 1)):
-        plain, net = filled(Guarded()), filled(Guarded())
-        keep(net, mesh)
-        Raising.armed = True
-        try:
-            step = value_and_grad(mean_square(net), None, net.trainable_params())
-            refusal(lambda step=step: step(rows_of(mesh)), ValueError)
-        finally:
-            Raising.armed = False
-        net.order = plain.order = order
-        collected(faults, str(order), lambda net=net, plain=plain: alike(net, plain, mesh))
-    none_of(faults)
+
+    @each(("201", "102", "01"))
+    def steps(order):
+        plain, net = twins(Guarded, sharded(shard_placement_fn=lambda p: Replicate()), mesh, "")
+        raising_step(net, mesh)
+        net.order = plain.order = tuple(map(int, order))
+        alike(net, plain, mesh)
 
 
 @case(2)
 def an_optimizer_step_after_a_backward_that_raised(world):
     """What the raising backward left must not reach the parameters, which stay alike on all ranks."""
-    mesh, plain, net = data_mesh(world), filled(Guarded()), filled(Guarded())
-    replicate(net, mesh=mesh)
+    mesh = data_mesh(world)
+    plain, net = twins(Guarded, "replicate", mesh)
     one, many = optim.SGD(plain.trainable_params(), 0.1), optim.SGD(net.trainable_params(), 0.1)
-    for step, order in enumerate(((0, 1, 2), (2, 0, 1), (0, 1, 2))):
+    raising_step(net, mesh)
+    for order in ((2, 0, 1), (0, 1, 2)):
         net.order = plain.order = order
-        if step == 0:
-            Raising.armed = True
-            try:
-                refusal(lambda: value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh)), ValueError)
-            finally:
-                Raising.armed = False
-            continue
         many(value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh))[1])
         one(ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(rows_of(mesh).full_tensor()))[1])
-        for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
-            equal(p, q, f"step {step}: {p.name}")
+        equal_values(net, plain, f"after {order}")
+        for p in net.trainable_params():
             everyone = comm.group(range(world.size)).all_gather_object(p.to_local().asnumpy().tolist())
-            assert all(x == everyone[0] for x in everyone), f"step {step}: replicas of {p.name} differ"
+            assert all(x == everyone[0] for x in everyone), f"after {order}: replicas of {p.name} differ"

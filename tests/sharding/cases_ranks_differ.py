@@ -14,7 +14,7 @@ from mindspore.graph.api import _pynative_executor
 
 from ms_dtensor import MixedPrecisionPolicy, comm, replicate, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
-from tests.cases import case
+from tests.cases import case, cases
 from tests.dist.support import refusal, same_on_all_ranks
 from tests.sharding.support import WAYS, Net, data_mesh, filled, mean_square, rows_of
 from tests.tiers import sampled
@@ -34,16 +34,15 @@ def named(world, run, names) -> str:
     return text
 
 
-def differing(world, way: str, orders, *, forward: bool, cells: bool = True) -> None:
+def differing(world, way: str, orders: str, forward: bool) -> None:
     """Rank 0's order of equal cells, and the others'."""
     mesh, net = data_mesh(world), filled(Net())
-    WAYS[way](net, mesh, net.blocks if cells else ())
+    WAYS[way](net, mesh, net.blocks)
     x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
     for _ in range(2):
         step(x)  # as prefetch and buckets have learnt it
-    net.order = orders[0] if world.rank == 0 else orders[1]
-    names = ("blocks", "0.weight", "SequentialCell")
-    named(world, (lambda: net(x)) if forward else (lambda: step(x)), names)
+    net.order = ORDERS[orders][world.rank > 0]
+    named(world, (lambda: net(x)) if forward else (lambda: step(x)), ("blocks", "0.weight", "SequentialCell"))
     assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
 
 
@@ -51,26 +50,25 @@ ORDERS = {"swapped": ((0, 1, 2), (1, 0, 2)), "skipped": ((0, 1, 2), (0, 2)), "sk
           "skipped first": ((0, 1, 2), (1, 2)), "another instead": ((0, 1), (0, 2)), "twice": ((0, 1), (0, 1, 1))}
 
 
-def differing_case(way: str, orders: str, forward: bool, size: int):
-    @case(size)
-    def run(world):
-        differing(world, way, ORDERS[orders], forward=forward)
-    run.__name__ = re.sub(r"\W+", "_", f"{way} {orders} {'forward' if forward else 'step'} of {size}")
-    return run
-
-
 BY_BUCKETS = ("swapped", "skipped", "skipped last", "skipped first", "another instead")  # twice: nothing is sent for it
-for one in (*(differing_case(way, orders, False, 2) for way in ("replicate", "bucket_mb=0") for orders in BY_BUCKETS),
-            *(differing_case("fully_shard", orders, forward, 2) for orders in ORDERS for forward in (True, False)),
-            *(differing_case("kept", orders, False, 2) for orders in ("swapped", "another instead")),
-            *(differing_case("zero1", orders, False, 2) for orders in BY_BUCKETS),
-            *(differing_case(way, "another instead", False, 4) for way in ("replicate", "bucket_mb=0", "neighbours")),
-            differing_case("fully_shard", "swapped", True, 4)):
-    globals()[one.__name__] = one
-del one
+DIFFERING = {2: [*((way, orders, False) for way in ("replicate", "bucket_mb=0", "zero1") for orders in BY_BUCKETS),
+                 *(("fully_shard", orders, forward) for orders in ORDERS for forward in (True, False)),
+                 *(("kept", orders, False) for orders in ("swapped", "another instead"))],
+             4: [*((way, "another instead", False) for way in ("replicate", "bucket_mb=0", "neighbours")),
+                 ("fully_shard", "swapped", True)]}
+for size, rows in DIFFERING.items():
+    cases(size, {re.sub(r"\W+", "_", f"{way} {orders} {'forward' if forward else 'step'} of {size}"): (way, orders, forward)
+                 for way, orders, forward in rows})(differing)
+class InOrder(nn.Cell):
+    """Two cells, in the order that `order` says."""
+
+    def construct(self, x):
+        for key in self.order:
+            x = getattr(self, key)(x)
+        return x
 
 
-class Apart(nn.Cell):
+class Apart(InOrder):
     """Two models of one shape, that ranks call in another order."""
 
     def __init__(self) -> None:
@@ -79,12 +77,9 @@ class Apart(nn.Cell):
         for name, p in self.parameters_and_names():
             p.name = name
 
-    def construct(self, x):
-        for key in self.order:
-            x = getattr(self, key)(x)
-        return x
 
-
+@cases(2, {"replicated_models_in_another_order": ("replicate",), "zero1_models_in_another_order": ("zero1",),
+           "fully_sharded_models_in_another_order": ("fully_shard",), "kept_models_in_another_order": ("kept",)})
 def models_apart(world, way: str) -> None:
     mesh, net = data_mesh(world), Apart()
     for cell in (net.a, net.b):
@@ -95,39 +90,6 @@ def models_apart(world, way: str) -> None:
     named(world, lambda: step(x), ("a.", "b.", "Net"))
 
 
-@case(2)
-def replicated_models_in_another_order(world):
-    models_apart(world, "replicate")
-
-
-@case(2)
-def zero1_models_in_another_order(world):
-    models_apart(world, "zero1")
-
-
-@case(2)
-def fully_sharded_models_in_another_order(world):
-    models_apart(world, "fully_shard")
-
-
-@case(2)
-def kept_models_in_another_order(world):
-    models_apart(world, "kept")
-
-
-class Gains(nn.Cell):
-    """One parameter each. MindSpore hands out zeros for one that is not reached, last, where it would come anyway."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.order = Gain("a"), Gain("b"), "ab"
-
-    def construct(self, x):
-        for key in self.order:
-            x = getattr(self, key)(x)
-        return x
-
-
 class Gain(nn.Cell):
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -135,6 +97,14 @@ class Gain(nn.Cell):
 
     def construct(self, x):
         return mint.tanh(x * self.w)
+
+
+class Gains(InOrder):
+    """One parameter each. MindSpore hands out zeros for one that is not reached, last, where it would come anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.order = Gain("a"), Gain("b"), "ab"
 
 
 @case(2)
@@ -150,18 +120,9 @@ def a_gradient_that_one_rank_does_not_reach_or_reaches_twice(world):
             assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
 
 
-@case(2)
+@case((2, 4))
 def what_differs_is_in_the_message_though_ranks_go_on(world):
     """A rank that catches the error makes its next call while the other still reads what was called: here the same one."""
-    swapped_and_caught(world)
-
-
-@case(4)
-def what_differs_is_in_the_message_of_four_though_they_go_on(world):
-    swapped_and_caught(world)
-
-
-def swapped_and_caught(world) -> None:
     group = comm.group(range(world.size))
     for k in sampled(range(500), 5):
         sizes = (3, 4) if world.rank != k % world.size else (4, 3)

@@ -18,9 +18,9 @@ import ms_dtensor as md
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.parallel.sharding.rooms import Room
 from tests.cases import case
-from tests.dist.support import equal
+from tests.dist.support import each, equal, equal_each
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import collected, none_of, rows_of
+from tests.sharding.support import data_mesh, rows_of
 from tests.tiers import sampled
 
 DIM, BATCH = 6, 8
@@ -104,8 +104,7 @@ def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: d
             equal(recordings[i].outputs, y, f"output {i}")
             (got_dx,), got = recordings[i].backward(rows_of(mesh, D[i]), params)
             equal(got_dx, dx, f"gradient of input {i}")
-            for p, g, w in zip(params, got, grads, strict=True):
-                equal(g, w, f"forward {i}: {p.name}")
+            equal_each(got, grads, params, f"forward {i}")
     wanted = sum(1 if which == "inner" else 2 for which in forwards)
     count = Counter((e.op, e.phase) for e in events if e.src == "fully_shard")
     assert count["all_gather", "forward"] == count["reduce_scatter", "backward"] == wanted, count
@@ -117,18 +116,16 @@ def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: d
 
 @case(2, timeout=60)
 def forwards_in_flight_with_different_rooms(world):
-    faults: list[str] = []
     fills: dict[tuple, int] = {}
     with rehearsed(clock=False):
-        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
-        for policy in ({}, {"reshard_after_forward": False}):
-            for forwards in (("inner", "outer"), ("outer", "inner"), ("inner", "outer", "inner")):
-                # of two both, of three every other
-                for order in sampled(itertools.permutations(range(len(forwards))), len(forwards) - 1):
-                    def run(policy=policy, forwards=forwards, order=order):
-                        fills[forwards, order, not policy] = in_flight(mesh, forwards, order, policy)
-                    collected(faults, f"{forwards}, {order}, {policy}", run)
-    none_of(faults)
+        mesh = data_mesh(world, "npu")
+
+        @each((policy, forwards, order) for policy in ({}, {"reshard_after_forward": False})
+              for forwards in (("inner", "outer"), ("outer", "inner"), ("inner", "outer", "inner"))
+              # of two both, of three every other
+              for order in sampled(itertools.permutations(range(len(forwards))), len(forwards) - 1))
+        def run(policy, forwards, order):
+            fills[forwards, order, not policy] = in_flight(mesh, forwards, order, policy)
     # the inner one was in the room in which the outer one, kept for its backward, is now: set aside, and put back
     assert fills[("inner", "outer"), (0, 1), True] == 1, fills
     assert fills[("inner", "outer"), (1, 0), True] == 0, fills
@@ -138,7 +135,7 @@ def forwards_in_flight_with_different_rooms(world):
 def a_backward_within_a_forward_of_who_has_the_room(world):
     """The outer cell is at work in the room that the backward needs; it goes on with what it had."""
     with rehearsed(clock=False):
-        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
+        mesh = data_mesh(world, "npu")
         net = sharded(mesh)
         recording, got = Recording.of(net.inner, rows_of(mesh, X[0])), []
         net.between = lambda: got.append(recording.backward(rows_of(mesh, D[0]), net.inner.trainable_params()))
@@ -159,14 +156,12 @@ def one_gradient_of_both(world):
         return ms.value_and_grad(loss(plain, plain.inner), 0, plain.trainable_params())(Tensor(X[0].astype(dtype)))
     known = ((of(np.float64), 1e-3), (of(np.float32), 2e-5))  # MindSpore's float32 tanh alone is off by 1e-4 here
     with rehearsed(clock=False):
-        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
+        mesh = data_mesh(world, "npu")
         for how in ({}, {"reshard_after_forward": False}):
             net = sharded(mesh, **how)
             for step in range(2):
                 step_of = md.value_and_grad(loss(net, net.inner), 0, net.trainable_params())
                 got, (got_dx, got_grads) = step_of(rows_of(mesh, X[0]))
                 for (want, (dx, grads)), rtol in known:
-                    equal(got, want, f"value {step}", rtol)
-                    equal(got_dx, dx, f"gradient of the input {step}", rtol)
-                    for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
-                        equal(g, w, f"{p.name} {step}", rtol)
+                    equal_each((got, got_dx, *got_grads), (want, dx, *grads),
+                               ("value", "gradient of the input", *net.trainable_params()), f"step {step}", rtol)

@@ -12,21 +12,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from ms_dtensor import implicit_replication, value_and_grad
+from ms_dtensor import implicit_replication
 from ms_dtensor.errors import MixedOperandError
-from tests.cases import case
-from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks
-from tests.sharding.support import (
-    ROWS,
-    WAYS,
-    collected,
-    data_mesh,
-    filled,
-    mean_square,
-    none_of,
-    own_rows,
-    rows_of,
-)
+from tests.cases import case, cases
+from tests.dist.support import crossed, each, equal, refusal, same_on_all_ranks
+from tests.sharding.support import ROWS, SHARDED, WAYS, data_mesh, filled, own_rows, rows_of, same_step, twins
 from tests.tiers import sampled
 
 MASK = np.array([0.5, 2.0, -1.0, 1.5], np.float32)
@@ -77,44 +67,29 @@ def variations():
     yield from (("argument", made) for made in MADE if made != "Tensor")
 
 
-def made_inside(world, which: str, ways=tuple(WAYS)) -> None:
+def parents(which: str, way: str, mesh, make: Callable = Parent) -> tuple[nn.Cell, nn.Cell]:
+    """One of one device, and one of which these cells are wrapped."""
+    plain, net = filled(make()), filled(make())
+    WRAPPED[which](net, mesh, WAYS[way])
+    return plain, net
+
+
+@cases(2, {"made_by_a_model_of_which_the_root_is_wrapped": ("root",),
+           "made_by_a_model_whose_cells_are_units": ("units", SHARDED),
+           "made_by_a_model_of_which_the_block_and_the_root_are_wrapped": ("inner",)}, timeout=120)
+def made_inside(world, which: str, ways=WAYS) -> None:
     """Replicated where that was asked for: the one device's numbers. Refused where it was not, on all ranks alike."""
-    mesh, faults = data_mesh(world), []
-    for shift, (passed, made) in enumerate(variations()):
-        for way in sampled(ways, len(ways), shift):
-            def asked(way=way, passed=passed, made=made):
-                plain, net = filled(Parent(passed, made)), filled(Parent(passed, made))
-                WRAPPED[which](net, mesh, WAYS[way])
-                params = plain.trainable_params()
-                want = ms.value_and_grad(mean_square(plain), None, params)(Tensor(ROWS))
-                for x in (own_rows(mesh), rows_of(mesh)):
-                    with implicit_replication():
-                        got = value_and_grad(mean_square(net), None, net.trainable_params())(x)
-                    equal_steps(got, want, params)
+    mesh = data_mesh(world)
 
-            def unasked(way=way, passed=passed, made=made):
-                net = filled(Parent(passed, made))
-                WRAPPED[which](net, mesh, WAYS[way])
-                for x in () if which == "units" else (own_rows(mesh), rows_of(mesh)):  # into an outermost cell go rows
-                    equal(net(x), filled(Parent(passed, made))(Tensor(ROWS)))  # a number, all that is made of it, may mix
-            collected(faults, f"{way}, {passed}, {made}, implicit_replication()", asked)
-            collected(faults, f"{way}, {passed}, {made}", unasked)
-    none_of(faults)
-
-
-@case(2, timeout=120)
-def made_by_a_model_of_which_the_root_is_wrapped(world):
-    made_inside(world, "root")
-
-
-@case(2, timeout=120)
-def made_by_a_model_whose_cells_are_units(world):
-    made_inside(world, "units", ("fully_shard", "kept", "neighbours"))
-
-
-@case(2, timeout=120)
-def made_by_a_model_of_which_the_block_and_the_root_are_wrapped(world):
-    made_inside(world, "inner")
+    @each((way, *passed, asked) for passed, way in crossed(variations(), ways, len(ways)) for asked in (True, False))
+    def check(way, passed, made, asked):
+        plain, net = parents(which, way, mesh, lambda: Parent(passed, made))
+        for x in (own_rows(mesh), rows_of(mesh)) if asked or which != "units" else ():  # into an outermost cell go rows
+            if asked:
+                with implicit_replication():
+                    same_step(net, plain, x)
+            else:
+                equal(net(x), plain(Tensor(ROWS)))  # a number, all that is made of it, may mix
 
 
 class Met(nn.Cell):
@@ -131,28 +106,20 @@ class Met(nn.Cell):
 @case(2)
 def a_plain_tensor_that_meets_a_dtensor_inside(world):
     """Refused wherever it meets one, whichever cells are wrapped; replicated where that was asked for."""
-    mesh, faults = data_mesh(world), []
+    mesh = data_mesh(world)
 
     def made():
         net = Parent()
         net.b = Met()
-        return filled(net)
-    for shift, which in enumerate(WRAPPED):
-        for way in sampled(WAYS, 2, shift):
-            if which == "units" and way in ("replicate", "bucket_mb=0", "zero1"):
-                continue
+        return net
 
-            def steps(way=way, which=which):
-                plain, net = made(), made()
-                WRAPPED[which](net, mesh, WAYS[way])
-                if which != "units":
-                    same_on_all_ranks(world, refusal(lambda: net(rows_of(mesh)), MixedOperandError))
-                want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
-                with implicit_replication():
-                    got = value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh))
-                equal_steps(got, want, net.trainable_params())
-            collected(faults, f"{which}, {way}", steps)
-    none_of(faults)
+    @each((which, way) for which, way in crossed(WRAPPED, WAYS, 2) if which != "units" or way in SHARDED)
+    def steps(which, way):
+        plain, net = parents(which, way, mesh, made)
+        if which != "units":
+            same_on_all_ranks(world, refusal(lambda: net(rows_of(mesh)), MixedOperandError))
+        with implicit_replication():
+            same_step(net, plain, rows_of(mesh))
 
 
 @case(2)
@@ -165,21 +132,17 @@ def rows_come_into_the_outermost_wrapped_cell(world):
 
         def construct(self, x, y):
             return mint.tanh(self.a(x)) * self.b(y)
-    mesh, faults = data_mesh(world), []
+    mesh = data_mesh(world)
     other = np.random.default_rng(8).normal(size=(8, 4)).astype(np.float32)
-    for way, wrap in sampled(WAYS.items(), 2, 1):
-        def steps(wrap=wrap):
-            plain, net = filled(Two()), filled(Two())
-            wrap(net, mesh, (net.a, net.b))
-            want = ms.value_and_grad(lambda x: (plain(x, Tensor(other)) ** 2).mean(), None, plain.trainable_params())(
-                Tensor(ROWS))
-            with counted() as count:
-                got = value_and_grad(lambda x: (net(x, y=own_rows(mesh, other)) ** 2).mean(), None, net.trainable_params())(
-                    own_rows(mesh))
-            equal_steps(got, want, net.trainable_params())
-            assert count["all_gather_object", "forward"] == 1, count
-        collected(faults, way, steps)
-    none_of(faults)
+
+    @each(sampled(WAYS, 2, 1))
+    def steps(way):
+        plain, net = twins(Two, way, mesh, "a b")
+
+        def loss(n):
+            return lambda x: (n(x, y=Tensor(other) if n is plain else own_rows(mesh, other)) ** 2).mean()
+        count = same_step(net, plain, own_rows(mesh), loss)
+        assert count["all_gather_object", "forward"] == 1, count
 
 
 @case(2)
@@ -193,9 +156,8 @@ def a_tensor_beside_a_dtensor_in_one_call_from_outside(world):
         def construct(self, x, y):
             return mint.tanh(self.a(x)) * y
     mesh = data_mesh(world)
-    for wrap in WAYS.values():
-        plain, net = filled(Two()), filled(Two())
-        wrap(net, mesh, ())
+    for way in WAYS:
+        plain, net = twins(Two, way, mesh, "")
         equal(net(rows_of(mesh), own_rows(mesh, ROWS * 2)), plain(Tensor(ROWS), Tensor(ROWS * 2)))
 
 
@@ -207,9 +169,4 @@ def wrapped_cells_without_a_root_agree_with_one_that_has_it(world):
         plain, net = (nn.CellList([filled(nn.Dense(4, 4)), filled(nn.Dense(4, 4), 5)]) for _ in range(2))
         for cell in net:
             wrap(cell, mesh, ())
-
-        def loss(n):
-            return lambda x: (n[0](x) * n[1](x * 2)).mean()
-        want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS))
-        got = value_and_grad(loss(net), None, net.trainable_params())(own_rows(mesh))
-        equal_steps(got, want, net.trainable_params())
+        same_step(net, plain, own_rows(mesh), lambda n: lambda x: (n[0](x) * n[1](x * 2)).mean())

@@ -13,9 +13,9 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.support import array, each_once, equal, mesh_2d
+from tests.dist.support import array, each, each_once, equal_each, mesh_2d
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import collected, none_of
+from tests.sharding.support import data_mesh
 from tests.tiers import sampled
 
 DIM, WIDE = 8, 16
@@ -126,38 +126,32 @@ WAYS = {  # policy, how, twice, odd, outside; a push takes each third: both prec
 
 @case(2, timeout=240)
 def a_block_that_is_packed_together(world):
-    faults: list[str] = []
-    mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
+    mesh = data_mesh(world)
     with rehearsed(clock=False):
-        npu = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
-    for name, (policy, how, *rest) in sampled(WAYS.items(), 3):
-        def run(name=name, policy=policy, how=how, rest=rest):
-            want, count = step(mesh, policy, how, *rest)
-            with rehearsed(clock=False):
-                got, seen = step(npu, policy, how, *rest)
-            kept = {} if "reshard_after_forward" in how else {"all_gather backward": 2}
-            assert seen == count == {"all_gather forward": 2, "reduce_scatter backward": 2} | kept, seen
-            one, = each_once(lambda: list(map(array, of_one_device(*rest))))
-            names = ["loss", "input", *(f"{what} {n}" for what in ("gradient of", "parameter") for n in 2 * [*SHAPES])]
-            for what, a, b, c in zip(names, got, want, one, strict=True):
-                equal(a, c, f"{what}, and of one device", 8e-2 if policy else 2e-5)  # bfloat16's 2^-9, and many sums
-                equal(a, b, f"{what}, and of CPU ranks", 1e-6)
-        collected(faults, name, run)
-    none_of(faults)
+        npu = data_mesh(world, "npu")
+
+    @each(sampled(WAYS, 3))
+    def run(name):
+        policy, how, *rest = WAYS[name]
+        want, count = step(mesh, policy, how, *rest)
+        with rehearsed(clock=False):
+            got, seen = step(npu, policy, how, *rest)
+        kept = {} if "reshard_after_forward" in how else {"all_gather backward": 2}
+        assert seen == count == {"all_gather forward": 2, "reduce_scatter backward": 2} | kept, seen
+        one, = each_once(lambda: list(map(array, of_one_device(*rest))))
+        names = ["loss", "input", *(f"{what} {n}" for what in ("gradient of", "parameter") for n in 2 * [*SHAPES])]
+        equal_each(got, one, names, "of one device", 8e-2 if policy else 2e-5)  # bfloat16's 2^-9, and many sums
+        equal_each(got, want, names, "of CPU ranks", 1e-6)
 
 
 @case(4, timeout=120)
 def sums_of_copies_lie_in_one_memory(world):
     """Over two axes: the sum of the shards is one all-reduce in place."""
-    faults: list[str] = []
-    for policy in sampled((PLAIN, MIXED), 2, 1):
-        def run(policy=policy):
-            want, _ = step(mesh_2d(), policy, {}, True, 0, True)
-            with rehearsed(clock=False):
-                npu = md.init_device_mesh("npu", (2, 2), mesh_dim_names=("dp", "tp"))
-                got, seen = step(npu, policy, {}, True, 0, True)
-            assert seen["all_reduce backward"] == seen["reduce_scatter backward"] == 2, seen
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                equal(a, b, str(i), 1e-4)
-        collected(faults, str(policy), run)
-    none_of(faults)
+    @each(sampled((PLAIN, MIXED), 2, 1))
+    def run(policy):
+        want, _ = step(mesh_2d(), policy, {}, True, 0, True)
+        with rehearsed(clock=False):
+            npu = md.init_device_mesh("npu", (2, 2), mesh_dim_names=("dp", "tp"))
+            got, seen = step(npu, policy, {}, True, 0, True)
+        assert seen["all_reduce backward"] == seen["reduce_scatter backward"] == 2, seen
+        equal_each(got, want, range(len(want)), rtol=1e-4)

@@ -18,21 +18,21 @@ from mindspore.graph.api import _pynative_executor
 
 import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
-from tests.cases import case
-from tests.dist.support import equal
+from tests.cases import case, cases
+from tests.dist.support import crossed, each, equal, equal_each, equal_values
 from tests.sharding.support import (
     ROWS,
     WAYS,
     Net,
     alike,
-    collected,
     data_mesh,
     filled,
     mean_square,
-    none_of,
     own_rows,
     rows_of,
+    set_trained,
     sharded,
+    twins,
 )
 from tests.tiers import sampled
 
@@ -50,8 +50,7 @@ LEAVES = ("set_data", "assign_value", "assign", "setitem")  # what one device ta
 def what_a_recorded_forward_computes_of_an_uneven_parameter_may_be_set_and_stepped(world):
     """`assign` takes no view, and what needs no gradient has to be none, also where a rank's shard is empty."""
     mesh = data_mesh(world)
-    plain, net = filled(nn.Dense(4, 3)), filled(nn.Dense(4, 3))
-    fully_shard(net, mesh=mesh)
+    plain, net = twins(lambda: nn.Dense(4, 3), "fully_shard", mesh, "")
 
     def step(cell, x):
         def loss(x):
@@ -61,8 +60,7 @@ def what_a_recorded_forward_computes_of_an_uneven_parameter_may_be_set_and_stepp
         md.optim.SGD(cell.trainable_params(), 0.5)(grads)
         return value
     equal(step(net, rows_of(mesh)), step(plain, Tensor(ROWS)), "loss")
-    for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
-        equal(p, q, p.name)
+    equal_values(net, plain)
 
 
 class Momentum(nn.Cell):
@@ -84,61 +82,46 @@ class Momentum(nn.Cell):
         return q * self.key(x)
 
 
+MOMENTUM = {f"momentum_encoder_by_{how}{'_trained_later' * unfreeze}": (how, unfreeze)
+            for unfreeze, ways in ((False, WRITERS), (True, LEAVES)) for how in ways}
+
+
+@cases(2, MOMENTUM)
 def momentum(world, how: str, unfreeze: bool) -> None:
-    mesh, faults = data_mesh(world), []
-    for shift, ema in enumerate((False, True)):
-        for way in sampled(("fully_shard", "kept", "zero1", "neighbours"), 2, shift):
-            def steps(way=way, ema=ema):
-                plain, net = filled(Momentum(how, ema)), filled(Momentum(how, ema))
-                WAYS[way](net, mesh, (net.first, net.query, net.key))
-                for step in range(4):
-                    if unfreeze and step == 1:
-                        for p in (*plain.key.get_parameters(), *net.key.get_parameters()):
-                            p.requires_grad = True
-                    alike(net, plain, mesh, what=f"step {step}")
-                    equal(net(own_rows(mesh)), plain(Tensor(ROWS)), f"forward of step {step}")
-                    for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
-                        equal(p, q, f"step {step}: value of {p.name}")
-            collected(faults, f"{way}, {ema=}", steps)
-    none_of(faults)
+    mesh = data_mesh(world)
 
-
-def momentum_case(how: str, unfreeze: bool):
-    @case(2)
-    def run(world):
-        momentum(world, how, unfreeze)
-    run.__name__ = f"momentum_encoder_by_{how}{'_trained_later' if unfreeze else ''}"
-    return run
-
-
-for one in (*(momentum_case(how, False) for how in WRITERS), *(momentum_case(how, True) for how in LEAVES)):
-    globals()[one.__name__] = one
-del one
+    @each(crossed((False, True), ("fully_shard", "kept", "zero1", "neighbours"), 2))
+    def steps(ema, way):
+        plain, net = twins(lambda: Momentum(how, ema), way, mesh, "first query key")
+        for step in range(4):
+            if unfreeze and step == 1:
+                set_trained(True, plain.key, net.key)
+            alike(net, plain, mesh, what=f"step {step}")
+            equal(net(own_rows(mesh)), plain(Tensor(ROWS)), f"forward of step {step}")
+            equal_values(net, plain, f"step {step}: value")
 
 
 @case(2)
 def momentum_encoder_written_between_the_units_of_a_loss(world):
     """Not in a cell: the loss function itself writes, between two calls of cells that are roots of their own."""
-    mesh, faults = data_mesh(world), []
-    for how in WRITERS:
-        def steps(how=how):
-            plain, net = (nn.CellList([filled(Net()), filled(Net(), 50)]) for _ in range(2))
-            for n in net:
-                sharded()(n, mesh, n.blocks)
-            for p in (*plain[1].get_parameters(), *net[1].get_parameters()):
-                p.requires_grad = False
+    mesh = data_mesh(world)
 
-            def loss(n):
-                def of(x):
-                    y = n[0](x)
-                    for p in n[1].get_parameters():
-                        WRITERS[how](p, ops.stop_gradient(p) * 0.7)
-                    return (y * n[1](x)).mean()
-                return of
-            for step in range(3):
-                alike(net, plain, mesh, loss, f"step {step}")
-        collected(faults, how, steps)
-    none_of(faults)
+    @each(WRITERS)
+    def steps(how):
+        plain, net = (nn.CellList([filled(Net()), filled(Net(), 50)]) for _ in range(2))
+        for n in net:
+            sharded()(n, mesh, n.blocks)
+        set_trained(False, plain[1], net[1])
+
+        def loss(n):
+            def of(x):
+                y = n[0](x)
+                for p in n[1].get_parameters():
+                    WRITERS[how](p, ops.stop_gradient(p) * 0.7)
+                return (y * n[1](x)).mean()
+            return of
+        for step in range(3):
+            alike(net, plain, mesh, loss, f"step {step}")
 
 
 class Twice(nn.Cell):
@@ -195,110 +178,77 @@ def step_between(net, plain, mesh, what: str) -> None:
     for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
         if p.name.startswith("block"):
             equal(g, w, f"{what}: gradient of {p.name}")
+    named = ("the input", *net.trainable_params())
     for wanted in ((own[1], *own[2]), (new_dx, *new_grads)):
         with contextlib.suppress(AssertionError):
-            for g, w in zip((got_dx, *got_grads), wanted, strict=True):
-                equal(g, w)
-            return
-    for i, (g, w) in enumerate(zip((got_dx, *got_grads), (dx, *grads), strict=True)):
-        equal(g, w, f"{what}: gradient {i}")
+            return equal_each((got_dx, *got_grads), wanted, named)
+    equal_each((got_dx, *got_grads), (dx, *grads), named, f"{what}: gradient")
 
 
+def frozen_block(make, trained: bool):
+    """Makes models whose `block` is trained or not."""
+    def made():
+        net = make()
+        set_trained(trained, net.block)
+        return net
+    return made
+
+
+@cases(2, {f"written_between_two_calls_by_{how}{'' if train else '_frozen'}": (how, train) for how, train in (
+    ("set_data", True), ("set_data", False), ("assign", True), ("assign", False), ("setitem", True))}, timeout=120)
 def twice(world, how: str, train: bool, keep: bool = False, only: str = "") -> None:
-    mesh, faults = data_mesh(world), []
-    ways = {only: WAYS[only]} if only else {**WAYS, "units of their own": None}
-    for way, wrap in ways.items():
-        def steps(way=way, wrap=wrap):
-            plain, net = filled(Twice(how)), filled(Twice(how))
-            for p in (*plain.block.get_parameters(), *net.block.get_parameters()):
-                p.requires_grad = train
-            if wrap is None:
-                for cell in (net.before, net.block):
-                    fully_shard(cell, mesh=mesh, reshard_after_forward=False)
-            else:
-                wrap(net, mesh, (net.before, net.block))
-            if keep:
-                net.block.unshard()
-            for step in range(3):
-                step_between(net, plain, mesh, f"step {step}")
-                x = own_rows(mesh) if wrap is not None else rows_of(mesh)
-                equal(net(x), plain(Tensor(ROWS)), f"forward {step}")
-                for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
-                    equal(p, q, f"step {step}: value of {p.name}")
-        collected(faults, f"{way}, {'trained' if train else 'frozen'}{', unshard()' * keep}", steps)
-    none_of(faults)
+    mesh = data_mesh(world)
 
+    def of_their_own(net, mesh, cells) -> None:
+        for cell in cells:
+            fully_shard(cell, mesh=mesh, reshard_after_forward=False)
 
-@case(2, timeout=120)
-def written_between_two_calls_by_set_data(world):
-    twice(world, "set_data", True)
-
-
-@case(2, timeout=120)
-def written_between_two_calls_by_set_data_frozen(world):
-    twice(world, "set_data", False)
-
-
-@case(2, timeout=120)
-def written_between_two_calls_by_assign(world):
-    twice(world, "assign", True)
-
-
-@case(2, timeout=120)
-def written_between_two_calls_by_assign_frozen(world):
-    twice(world, "assign", False)
-
-
-@case(2, timeout=120)
-def written_between_two_calls_by_setitem(world):
-    twice(world, "setitem", True)
+    @each([only] if only else [*WAYS, of_their_own])
+    def steps(way):
+        plain, net = twins(frozen_block(lambda: Twice(how), train), way, mesh, "before block")
+        if keep:
+            net.block.unshard()
+        for step in range(3):
+            step_between(net, plain, mesh, f"step {step}")
+            x = rows_of(mesh) if way is of_their_own else own_rows(mesh)
+            equal(net(x), plain(Tensor(ROWS)), f"forward {step}")
+            equal_values(net, plain, f"step {step}: value")
 
 
 @case(2)
 def written_between_two_calls_of_a_cell_that_was_unsharded(world):
-    faults: list[str] = []
-    for shift, how in enumerate(LEAVES):
-        for train in sampled((True, False), 2, shift):
-            collected(faults, how, lambda how=how, train=train: twice(world, how, train, True, "fully_shard"))
-    none_of(faults)
+    @each(crossed(LEAVES, (True, False), 2))
+    def steps(how, train):
+        twice(world, how, train, True, "fully_shard")
 
 
 @case(4, timeout=120)
 def written_between_two_calls_while_neighbours_keep_a_part(world):
     """Of more ranks than the two that are all there are elsewhere: what was kept of the first call is not the second's."""
-    faults: list[str] = []
-    for shift, how in sampled(enumerate(LEAVES), 2):
-        for train in sampled((True, False), 2, shift // 2):
-            collected(faults, how, lambda how=how, train=train: twice(world, how, train, only="neighbours"))
-    none_of(faults)
+    @each((how, train) for shift, how in sampled(enumerate(LEAVES), 2) for train in sampled((True, False), 2, shift // 2))
+    def steps(how, train):
+        twice(world, how, train, only="neighbours")
 
 
 @case(2)
 def copy_between_two_calls_gives_no_other_number(world):
     """One device refuses it, frozen in the backward, trained at once. Here likewise, or right, and so is the next step."""
-    mesh, faults = data_mesh(world), []
-    for shift, train in enumerate((True, False)):
-        for way, wrap in sampled(WAYS.items(), 2, shift):
-            def steps(wrap=wrap, train=train):
-                plain, net = filled(Twice("copy_")), filled(Twice("copy_"))
-                for n in (plain, net):
-                    for p in n.block.get_parameters():
-                        p.requires_grad = train
-                wrap(net, mesh, (net.before, net.block))
-                want = as_if_each_call_kept_its_own(plain, Tensor(ROWS))
-                try:
-                    got, (dx, grads) = md.value_and_grad(mean_square(net), 0, net.trainable_params())(rows_of(mesh))
-                except (RuntimeError, md.errors.DTensorError):
-                    _pynative_executor.set_grad_flag(False)
-                else:
-                    for g, w in zip((got, dx, *grads), (want[0], want[1], *want[2]), strict=True):
-                        equal(g, w, "copied")
-                net.how = plain.how = ""
-                for p, q in zip(plain.get_parameters(), net.get_parameters(), strict=True):
-                    p.set_data(q.full_tensor())
-                alike(net, plain, mesh, what="the next step")
-            collected(faults, f"{way}, {'trained' if train else 'frozen'}", steps)
-    none_of(faults)
+    mesh = data_mesh(world)
+
+    @each(crossed((True, False), WAYS, 2))
+    def steps(train, way):
+        plain, net = twins(frozen_block(lambda: Twice("copy_"), train), way, mesh, "before block")
+        want = as_if_each_call_kept_its_own(plain, Tensor(ROWS))
+        try:
+            got, (dx, grads) = md.value_and_grad(mean_square(net), 0, net.trainable_params())(rows_of(mesh))
+        except (RuntimeError, md.errors.DTensorError):
+            _pynative_executor.set_grad_flag(False)
+        else:
+            equal_each((got, dx, *grads), (want[0], want[1], *want[2]), ("value", "the input", *net.trainable_params()))
+        net.how = plain.how = ""
+        for p, q in zip(plain.get_parameters(), net.get_parameters(), strict=True):
+            p.set_data(q.full_tensor())
+        alike(net, plain, mesh, what="the next step")
 
 
 class Assigned(nn.Cell):
@@ -326,45 +276,42 @@ class Assigned(nn.Cell):
 
 @case(2)
 def assign_to_a_trainable_leaf_inside_a_gradient(world):
-    mesh, faults = data_mesh(world), []
-    ways = {**WAYS, "distribute_module": lambda n, mesh, cells: md.distribute_module(n, mesh)}
-    for shift, first in enumerate((True, False)):
-        for way, wrap in sampled(ways.items(), 2, shift):
-            def steps(wrap=wrap, first=first):
-                plain, net = filled(Assigned(first)), filled(Assigned(first))
-                wrap(net, mesh, (net.a,))
-                for step in range(3):
-                    before = plain.s.asnumpy().copy()
-                    try:
-                        alike(net, plain, mesh, what=f"step {step}")
-                    except AssertionError:  # one device computes a part with what was assigned after the use
-                        for n in (plain, net):
-                            n.s.set_data(distribute_tensor(Tensor(before), mesh, n.s.placements) if n is net and isinstance(
-                                n.s, md.DTensor) else Tensor(before))
-                        plain.copied = True
-                        alike(net, plain, mesh, what=f"step {step}, of the values used")
-                    equal(net.s, plain.s, f"step {step}: what was assigned")
-            collected(faults, f"{way}, {first=}", steps)
-    none_of(faults)
+    mesh = data_mesh(world)
+
+    def distributed(net, mesh, cells):
+        return md.distribute_module(net, mesh)
+
+    @each(crossed((True, False), [*WAYS, distributed], 2))
+    def steps(first, way):
+        plain, net = twins(lambda: Assigned(first), way, mesh, "a")
+        for step in range(3):
+            before = plain.s.asnumpy().copy()
+            try:
+                alike(net, plain, mesh, what=f"step {step}")
+            except AssertionError:  # one device computes a part with what was assigned after the use
+                for n in (plain, net):
+                    n.s.set_data(distribute_tensor(Tensor(before), mesh, n.s.placements) if n is net and isinstance(
+                        n.s, md.DTensor) else Tensor(before))
+                plain.copied = True
+                alike(net, plain, mesh, what=f"step {step}, of the values used")
+            equal(net.s, plain.s, f"step {step}: what was assigned")
 
 
 @case(2)
 def assign_to_a_copy_in_another_dtype(world):
     """Under mixed precision a copy stands in the slot, a view of what autograd knows: a write must reach its memory."""
-    alone, faults = md.init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("tp", "dp"))["dp"], []
+    alone = md.init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("tp", "dp"))["dp"]
     policy = md.MixedPrecisionPolicy(ms.float16, ms.float32, ms.float32)
-    ways = itertools.product((data_mesh(world), alone), (md.replicate, md.fully_shard), ("assign", "set_data"))
-    for mesh, wrap, how in ways:
-        def steps(mesh=mesh, wrap=wrap, how=how):
-            plain, net = filled(Assigned(True, how)), filled(Assigned(True, how))
-            wrap(net, mesh=mesh, mp_policy=policy)
-            ms.value_and_grad(lambda x: plain(x).sum(), None, plain.trainable_params())(Tensor(ROWS))
-            got = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(own_rows(mesh))[0]
-            assert np.allclose(net.s.full_tensor().asnumpy(), plain.s.asnumpy(), rtol=1e-3), "what was assigned"
-            plain.first = False
-            assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
-        collected(faults, f"{wrap.__name__}, {how} on {mesh.size()}", steps)
-    none_of(faults)
+
+    @each(itertools.product((data_mesh(world), alone), (md.replicate, md.fully_shard), ("assign", "set_data")))
+    def steps(mesh, wrap, how):
+        plain, net = filled(Assigned(True, how)), filled(Assigned(True, how))
+        wrap(net, mesh=mesh, mp_policy=policy)
+        ms.value_and_grad(lambda x: plain(x).sum(), None, plain.trainable_params())(Tensor(ROWS))
+        got = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(own_rows(mesh))[0]
+        assert np.allclose(net.s.full_tensor().asnumpy(), plain.s.asnumpy(), rtol=1e-3), "what was assigned"
+        plain.first = False
+        assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
 
 
 class OwnNorm(nn.Cell):
@@ -382,23 +329,13 @@ class OwnNorm(nn.Cell):
 @case(2)
 def frozen_weights_of_a_norm_by_its_op(world):
     """MindSpore takes a constant of LayerNorm again for one of the same values, of a unit whose memory has gone."""
-    mesh, faults = data_mesh(world), []
+    mesh = data_mesh(world)
     rows = np.stack([ROWS, ROWS[::-1] * 0.5], 1)
-    for way, wrap in WAYS.items():
-        def step(wrap=wrap):
-            plain, net = (nn.SequentialCell(*[OwnNorm() for _ in range(3)]) for _ in range(2))
-            for cell in (*plain, *net):
-                filled(cell.d)
-            wrap(net, mesh, list(net))
-            theirs = plain.trainable_params()
-            want = ms.value_and_grad(lambda x: (plain(x) ** 3).mean(), (0,), theirs)(Tensor(rows))[1]
-            grads = md.value_and_grad(lambda x: (net(x) ** 3).mean(), (0,), net.trainable_params())(rows_of(mesh, rows))[1]
-            for g, w, p in zip((*_flat(grads),), (*_flat(want),), ("x", *(p.name for p in theirs)), strict=True):
-                equal(g, w, p)
-        collected(faults, way, step)
-    none_of(faults)
 
-
-def _flat(grads):
-    inputs, params = grads
-    return *(inputs if isinstance(inputs, tuple) else (inputs,)), *params
+    @each(WAYS)
+    def step(way):
+        plain, net = (nn.SequentialCell(*[OwnNorm() for _ in range(3)]) for _ in range(2))
+        for cell in (*plain, *net):
+            filled(cell.d)
+        WAYS[way](net, mesh, list(net))
+        alike(net, plain, mesh, lambda n: lambda x: (n(x) ** 3).mean(), rows=rows)

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
-from tests.dist.support import counted, equal
+from tests.dist.support import counted, equal, equal_each, equal_steps
 
 ROWS = np.random.default_rng(5).normal(size=(8, 4)).astype(np.float32)
 
@@ -50,9 +50,9 @@ def filled(cell: nn.Cell, seed: int = 0) -> nn.Cell:
     return cell
 
 
-def data_mesh(world, name: str = "dp"):
+def data_mesh(world, device: str = "cpu"):
     """All ranks on one data axis."""
-    return init_device_mesh("cpu", (world.size,), mesh_dim_names=(name,))
+    return init_device_mesh(device, (world.size,), mesh_dim_names=("dp",))
 
 
 def sharded(**how) -> Callable:
@@ -97,20 +97,35 @@ def alike(net, plain, mesh, loss: Callable[[Any], Callable] = mean_square, what:
         got = value_and_grad(loss(net), 0, theirs or None)(rows_of(mesh, rows))
     equal(got[0], want[0], f"{what}: value", rtol)
     (dx, grads), (wanted_dx, wanted) = (got[1], want[1]) if params else ((got[1], ()), (want[1], ()))
-    for p, g, w in zip(theirs, grads, wanted, strict=True):
-        equal(g, w, f"{what}: gradient of {p.name}", rtol)
+    equal_each(grads, wanted, theirs, f"{what}: gradient", rtol)
     equal(dx, wanted_dx, f"{what}: gradient of the input", rtol)
     return count
 
 
-def collected(faults: list[str], what: str, check: Callable[[], Any]) -> None:
-    """Runs a variation on its own, so that one that fails does not hide the next; ranks must fail alike."""
-    try:
-        check()
-    except Exception as e:
-        faults.append(f"{what}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+def twins(make: Callable[[], nn.Cell], way: str | Callable, mesh, cells: str = "blocks") -> tuple[nn.Cell, nn.Cell]:
+    """A model of one device, and the same laid out in a way.
+
+    Args:
+        way: a word of `WAYS`, or a function like those.
+        cells: the names of those that are units of their own.
+    """
+    plain, net = filled(make()), filled(make())
+    units = [getattr(net, name) for name in cells.split()]
+    (WAYS[way] if isinstance(way, str) else way)(
+        net, mesh, [cell for one in units for cell in (one if isinstance(one, nn.CellList) else (one,))])
+    return plain, net
 
 
-def none_of(faults: list[str]) -> None:
-    """Fails with all that were collected."""
-    assert not faults, "\n" + "\n".join(faults)
+def same_step(net, plain, x, loss: Callable[[Any], Callable] = mean_square, rows=ROWS):
+    """Loss and the gradient of each trainable parameter, of a step on `x`, are one device's; returns its communication."""
+    want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(rows))
+    with counted() as count:
+        got = value_and_grad(loss(net), None, net.trainable_params())(x)
+    equal_steps(got, want, net.trainable_params())
+    return count
+
+
+def set_trained(trained: bool, *cells: nn.Cell) -> None:
+    """All their parameters are trained, or none."""
+    for p in (p for cell in cells for p in cell.get_parameters()):
+        p.requires_grad = trained

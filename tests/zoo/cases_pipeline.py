@@ -18,8 +18,7 @@ from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
-from tests.dist.support import array, each_once
-from tests.sharding.support import collected, none_of
+from tests.dist.support import array, each, each_once
 from tests.tiers import sampled
 
 TINY = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"
@@ -57,8 +56,9 @@ def one_device() -> list[tuple[list[list[float]], dict[str, np.ndarray]]]:
     return each_once(lambda: ran(False), lambda: ran(True))
 
 
-def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None:
-    made = trainer(config(parallel, tied, **train))
+def as_one_device(parallel: ParallelConfig, micro_batches: int, tied: bool = False, option: str = "") -> None:
+    """`option`: of training, that is on."""
+    made = trainer(config(parallel, tied, micro_batches=micro_batches, **dict.fromkeys(option.split(), True)))
     want, params = one_device()[tied]
     for got, wanted in zip(run(made), want, strict=True):
         assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
@@ -68,41 +68,28 @@ def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None
         assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
 
 
-def each(ways: dict[str, tuple]) -> None:
-    faults: list[str] = []
-    for name, (parallel, how) in sampled(ways.items(), 8):
-        collected(faults, name, lambda parallel=parallel, how=how: as_one_device(parallel, **how))
-    none_of(faults)
+ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
 
 
 @case(2, timeout=200)
 def two_stages_train_as_one_device(world):
-    each({"pp2": (ParallelConfig(pp=2), {"micro_batches": 4}),
-          "gpipe, one micro-batch": (ParallelConfig(pp=2, pp_schedule="gpipe"), {}),
-          "two stages a rank": (ParallelConfig(pp=2, **INTERLEAVED), {"micro_batches": 4}),
-          "zbh1": (ParallelConfig(pp=2, pp_schedule="zbh1"), {"micro_batches": 4}),
-          "zbv, tied": (ParallelConfig(pp=2, pp_schedule="zbv", pp_stages_per_rank=2), {"micro_batches": 4, "tied": True}),
-          "dualpipev": (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), {"micro_batches": 4}),
-          "recompute": (ParallelConfig(pp=2), {"micro_batches": 2, "recompute": True}),
-          "a split of its own": (ParallelConfig(pp=2, pp_split=("norm",)), {"micro_batches": 2}),
-          "tied": (ParallelConfig(pp=2), {"micro_batches": 2, "tied": True}),
-          "compiled": (ParallelConfig(pp=2), {"micro_batches": 4, "compile": True}),
-          "compiled, tied, zbh1": (ParallelConfig(pp=2, pp_schedule="zbh1"),
-                                   {"micro_batches": 4, "compile": True, "tied": True})})
+    each(sampled((
+        (ParallelConfig(pp=2), 4), (ParallelConfig(pp=2, pp_schedule="gpipe"), 1), (ParallelConfig(pp=2, **INTERLEAVED), 4),
+        (ParallelConfig(pp=2, pp_schedule="zbh1"), 4), (ParallelConfig(pp=2, **ZBV), 4, True),
+        (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), 4),
+        (ParallelConfig(pp=2), 2, False, "recompute"), (ParallelConfig(pp=2, pp_split=("norm",)), 2),
+        (ParallelConfig(pp=2), 2, True), (ParallelConfig(pp=2), 4, False, "compile"),
+        (ParallelConfig(pp=2, pp_schedule="zbh1"), 4, True, "compile")), 8))(as_one_device)
 
 
 @case(4, timeout=300)
 def stages_beside_other_axes_train_as_one_device(world):
-    each({"pp4": (ParallelConfig(pp=4), {"micro_batches": 8}),
-          "pp2 x tp2": (ParallelConfig(1, 2, pp=2), {"micro_batches": 4}),
-          "pp2 x tp2, sequence parallel, tied": (ParallelConfig(1, 2, True, pp=2), {"micro_batches": 2, "tied": True}),
-          "pp2 x fsdp2": (ParallelConfig(2, 1, fsdp=True, pp=2), {"micro_batches": 4}),
-          "pp2 x fsdp2, tied, two stages a rank": (ParallelConfig(2, 1, fsdp=True, pp=2, **INTERLEAVED),
-                                                   {"micro_batches": 2, "tied": True, "recompute": True}),
-          "pp2 x fsdp2, zbv": (ParallelConfig(2, 1, fsdp=True, pp=2, pp_schedule="zbv", pp_stages_per_rank=2),
-                               {"micro_batches": 4, "recompute": True}),
-          "pp2 x dp2": (ParallelConfig(2, 1, pp=2), {"micro_batches": 4}),
-          "pp2 x zero1": (ParallelConfig(2, 1, zero1=True, pp=2), {"micro_batches": 2})})
+    each(sampled((
+        (ParallelConfig(pp=4), 8), (ParallelConfig(1, 2, pp=2), 4), (ParallelConfig(1, 2, True, pp=2), 2, True),
+        (ParallelConfig(2, 1, fsdp=True, pp=2), 4),
+        (ParallelConfig(2, 1, fsdp=True, pp=2, **INTERLEAVED), 2, True, "recompute"),
+        (ParallelConfig(2, 1, fsdp=True, pp=2, **ZBV), 4, False, "recompute"), (ParallelConfig(2, 1, pp=2), 4),
+        (ParallelConfig(2, 1, zero1=True, pp=2), 2)), 8))(as_one_device)
 
 
 @case(4, timeout=200)

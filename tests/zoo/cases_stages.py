@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +19,15 @@ from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.pipeline import ScheduleGPipe, pipeline
 from tests.cases import case
-from tests.dist.support import array, each_once
-from tests.sharding.support import collected, none_of
+from tests.dist.support import array, each, each_once
 from tests.tiers import sampled
-from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, config, run, trainer
+from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, ZBV, config, run, trainer
 
 KINDS = {"experts": {"experts": ExpertsConfig(4, 2, balance=0.5)},
          "with a capacity": {"experts": ExpertsConfig(4, 2, capacity=0.9, balance=0.5)},
          "biases": {"experts": ExpertsConfig(4, 2, balance=0.5, bias_rate=0.1)},
          "adapters": {"lora": LoraConfig(rank=3, where="all", alpha=40.0)},
          "adapters and experts": {"experts": ExpertsConfig(4, 2, balance=0.5), "lora": LoraConfig(rank=3, alpha=40.0)}}
-ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
-
-
 def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train) -> Config:
     cfg, how = config(ParallelConfig(), tied, **train), KINDS[kind]
     cfg = replace(cfg, parallel=parallel, model=replace(cfg.model, experts=how.get("experts")), lora=how.get("lora"),
@@ -49,9 +45,9 @@ def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[s
     return each_once(ran)[0]
 
 
-def as_one_device(kind: str, parallel: ParallelConfig, micro_batches: int = 2, **train) -> None:
-    made = trainer(configured(kind, parallel, micro_batches=micro_batches, **train))
-    want, params, loads = one_device(kind, micro_batches)
+def as_one_device(kind: str, parallel: ParallelConfig, recompute: bool = False) -> None:
+    made = trainer(configured(kind, parallel, micro_batches=2, recompute=recompute))
+    want, params, loads = one_device(kind, 2)
     for got, wanted in zip(run(made, 3), want, strict=True):
         assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
     assert (None if made.loads is None else made.loads.tolist()) == loads, "of all layers, on all ranks"
@@ -59,39 +55,25 @@ def as_one_device(kind: str, parallel: ParallelConfig, micro_batches: int = 2, *
         assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
 
 
-def each(ways: dict[str, partial], keep: int) -> None:
-    faults: list[str] = []
-    for name, way in sampled(ways.items(), keep):
-        collected(faults, name, way)
-    none_of(faults)
-
-
 @case(2, timeout=200)
 def experts_and_adapters_in_two_stages(world):
     """The auxiliary loss is of all layers together; a stage without an adapter has nothing to train, and hands on."""
-    one = partial(as_one_device)
-    each({"experts": partial(one, "experts", ParallelConfig(pp=2)),
-          "capacity, zbv": partial(one, "with a capacity", ParallelConfig(pp=2, **ZBV)),
-          "adapters": partial(one, "adapters", ParallelConfig(pp=2)),
-          "one stage has none": partial(one, "adapters", ParallelConfig(pp=2, pp_split=("norm",))),
-          "adapters, in parts": partial(one, "adapters", ParallelConfig(pp=2, pp_schedule="zbh1")),
-          "experts, recomputed, two stages a rank": partial(one, "experts", ParallelConfig(pp=2, **INTERLEAVED),
-                                                            recompute=True),
-          "both": partial(one, "adapters and experts", ParallelConfig(pp=2, pp_split=("layers.0",)))}, 6)
+    each(sampled((
+        ("experts", ParallelConfig(pp=2)), ("with a capacity", ParallelConfig(pp=2, **ZBV)),
+        ("adapters", ParallelConfig(pp=2)), ("adapters", ParallelConfig(pp=2, pp_split=("norm",))),  # one stage has none
+        ("adapters", ParallelConfig(pp=2, pp_schedule="zbh1")), ("experts", ParallelConfig(pp=2, **INTERLEAVED), True),
+        ("adapters and experts", ParallelConfig(pp=2, pp_split=("layers.0",)))), 6))(as_one_device)
 
 
 @case(4, timeout=300)
 def experts_and_adapters_in_stages_beside_other_axes(world):
-    one = partial(as_one_device)
-    each({"experts over ranks": partial(one, "experts", ParallelConfig(2, 1, ep=2, pp=2)),
-          "experts over ranks, cut": partial(one, "experts", ParallelConfig(2, 1, ep=2, fsdp=True, pp=2), recompute=True),
-          "experts, tp": partial(one, "with a capacity", ParallelConfig(1, 2, expert_tp=True, pp=2)),
-          "experts, sequence parallel, zbv": partial(one, "experts", ParallelConfig(1, 2, True, pp=2, **ZBV)),
-          "adapters, cut": partial(one, "adapters", ParallelConfig(2, 1, fsdp=True, pp=2, pp_split=("norm",))),
-          "adapters, tp": partial(one, "adapters", ParallelConfig(1, 2, pp=2)),
-          "experts, cp": partial(one, "experts", ParallelConfig(cp=2, pp=2)),
-          "experts whose bias moves": partial(one, "biases", ParallelConfig(2, 1, fsdp=True, pp=2)),
-          "four stages": partial(one, "adapters", ParallelConfig(pp=4))}, 5)
+    each(sampled((
+        ("experts", ParallelConfig(2, 1, ep=2, pp=2)), ("experts", ParallelConfig(2, 1, ep=2, fsdp=True, pp=2), True),
+        ("with a capacity", ParallelConfig(1, 2, expert_tp=True, pp=2)),
+        ("experts", ParallelConfig(1, 2, True, pp=2, **ZBV)),
+        ("adapters", ParallelConfig(2, 1, fsdp=True, pp=2, pp_split=("norm",))), ("adapters", ParallelConfig(1, 2, pp=2)),
+        ("experts", ParallelConfig(cp=2, pp=2)), ("biases", ParallelConfig(2, 1, fsdp=True, pp=2)),
+        ("adapters", ParallelConfig(pp=4))), 5))(as_one_device)
 
 
 @case(2, timeout=120)
@@ -134,7 +116,7 @@ def plain(cfg: Config, seed: int = 1) -> Llama:
     return model
 
 
-def published(world, parallel: ParallelConfig, kind: str, tied: bool, **how) -> None:
+def published(parallel: ParallelConfig, kind: str, tied: bool, how: dict) -> None:
     """Written by stages, read by one device, and the other way round: bit for bit."""
     cfg = config(ParallelConfig(), tied)
     cfg = replace(cfg, model=replace(cfg.model, experts=KINDS[kind]["experts"] if kind else None))
@@ -145,33 +127,26 @@ def published(world, parallel: ParallelConfig, kind: str, tied: bool, **how) -> 
     other = plain(cfg, 2)
     hf.load(other, root / "stages")
     assert not tied or not any("lm_head" in str(f.read_bytes()) for f in (root / "stages").glob("*.index.json")), "once"
-    for p in other.get_parameters():
-        assert p.asnumpy().tobytes() == want[p.name].tobytes(), p.name
     hf.save(other, cfg.model, root / "one", max_positions=64)
     stages, mesh = in_stages(plain(cfg, 3), parallel, **how)
     hf.load(stages, root / "one", mesh["pp"])
-    for stage in stages:
-        for p in stage.module.get_parameters():
-            assert array(p).tobytes() == want[p.name].tobytes(), p.name
     made = Trainer(replace(cfg, parallel=parallel, train=replace(cfg.train, init_hf=str(root / "one"))), None,
                    make_mesh("cpu", parallel))
-    for p in made.params:
+    for p in (*other.get_parameters(), *(p for stage in stages for p in stage.module.get_parameters()), *made.params):
         assert array(p).tobytes() == want[p.name].tobytes(), p.name
 
 
 @case(2, timeout=120)
 def published_weights_in_two_stages(world):
-    each({"plain": partial(published, world, ParallelConfig(pp=2), "", False),
-          "tied, a V": partial(published, world, ParallelConfig(pp=2), "", True, style="v"),
-          "tied": partial(published, world, ParallelConfig(pp=2), "", True),
-          "experts": partial(published, world, ParallelConfig(pp=2), "experts", False)}, 2)
+    two = ParallelConfig(pp=2)
+    each(sampled(((two, "", False, {}), (two, "", True, {"style": "v"}), (two, "", True, {}),
+                  (two, "experts", False, {})), 2))(published)
 
 
 @case(4, timeout=200)
 def published_weights_in_stages_beside_other_axes(world):
-    each({"tp, tied": partial(published, world, ParallelConfig(1, 2, pp=2), "", True),
-          "fsdp, experts": partial(published, world, ParallelConfig(2, 1, fsdp=True, pp=2), "experts", False),
-          "ep": partial(published, world, ParallelConfig(2, 1, ep=2, pp=2), "experts", False)}, 1)
+    each([(ParallelConfig(1, 2, pp=2), "", True, {}), (ParallelConfig(2, 1, fsdp=True, pp=2), "experts", False, {}),
+          (ParallelConfig(2, 1, ep=2, pp=2), "experts", False, {})])(published)
 
 
 def texts(parallel: ParallelConfig, kind: str) -> None:
@@ -193,13 +168,13 @@ def texts(parallel: ParallelConfig, kind: str) -> None:
 
 @case(2, timeout=120)
 def texts_of_two_stages(world):
-    each({"plain": partial(texts, ParallelConfig(pp=2), ""), "experts": partial(texts, ParallelConfig(pp=2), "experts")}, 1)
+    each([(ParallelConfig(pp=2), ""), (ParallelConfig(pp=2), "experts")])(texts)
 
 
 @case(4, timeout=120)
 def texts_of_stages_beside_other_axes(world):
-    each({"tp": partial(texts, ParallelConfig(1, 2, pp=2), ""), "dp": partial(texts, ParallelConfig(2, 1, pp=2), ""),
-          "four": partial(texts, ParallelConfig(pp=4, loss_parallel=False), "experts")}, 2)
+    each(sampled(((ParallelConfig(1, 2, pp=2), ""), (ParallelConfig(2, 1, pp=2), ""),
+                  (ParallelConfig(pp=4, loss_parallel=False), "experts")), 2))(texts)
 
 
 @case(2, timeout=120)
