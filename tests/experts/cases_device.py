@@ -18,8 +18,8 @@ from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
 from tests.cases import case
-from tests.dist.support import array
-from tests.experts.cases_experts import pieces, ten
+from tests.dist.support import array, equal_each
+from tests.experts.cases_experts import WHATS, pieces, ten
 from tests.experts.reference import expected, operands
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.watch import asking
@@ -130,6 +130,12 @@ def with_gradients(device, run, cut, cot, most):
     return grads
 
 
+def forget(device) -> None:
+    """What the device has been asked for."""
+    for kept in (device.syncs, device.calls, device.counts):
+        kept.clear()
+
+
 def waits(device):
     """Lines of ours where the host waited for the device."""
     ours = ("/parallel/", "/custom_ops/", "/comm/group.py", "/comm/device.py", "/comm/hccl.py")
@@ -150,9 +156,7 @@ def a_layer_waits_for_the_host_once(world):
             for dedup in sampled((False, True), 2, seed):
                 def run(x, weights, *w, picks=picks, dedup=dedup):
                     return md.moe(x, weights, picks, *w, dedup=dedup)
-                device.syncs.clear()
-                device.calls.clear()
-                device.counts.clear()
+                forget(device)
                 y = run(*cut)
                 assert 0 < device.counts["ops"] <= OPS[dedup], (name, dedup, device.counts)
                 assert [site.split(":")[0] for site in waits(device)] == ["experts_counts.py"], (name, dedup, waits(device))
@@ -161,9 +165,7 @@ def a_layer_waits_for_the_host_once(world):
                 device.syncs.clear()
                 grads = with_gradients(device, run, cut, cot, BACKWARD[dedup])
                 assert len(waits(device)) == 1, (name, dedup, waits(device))
-                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
-                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
-                    assert far < 1e-10, (name, dedup, what, far)
+                equal_each((y, *grads), want, WHATS, f"{name}, {dedup=}", 1e-10)
 
 
 def in_room(chosen, ranks, experts, room):
@@ -196,21 +198,16 @@ def with_room_for_so_many_the_host_never_waits(world):
                 def run(x, weights, *w, picks=picks, room=room):
                     return md.moe(x, weights, picks, *w, room=room)
                 if device is not None:
-                    device.syncs.clear()
-                    device.calls.clear()
-                    device.counts.clear()
+                    forget(device)
                 y = run(*cut)
                 if device is not None:
                     assert 0 < device.counts["ops"] <= OPS["room"], (name, room, device.counts)
-                if device is not None:
                     grads = with_gradients(device, run, cut, cot, BACKWARD["room"])
                     assert not waits(device), (name, room, waits(device))
                     assert Counter(c[0] for c in device.calls)["all_to_all_single"] == 2 + 2 + 2, (name, device.calls)
                 else:
                     grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
-                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
-                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
-                    assert far < 1e-10, (name, room, what, far)
+                equal_each((y, *grads), want, WHATS, f"{name}, {room=}", 1e-10)
     everything()
     with rehearsed(clock=False) as device, kernels(device):
         everything(device)
@@ -256,8 +253,7 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
             assert not waits(device), (parallel, waits(device))
             got = [array(v) for v in out]
         assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)
+        equal_each(got, want, range(len(want)), str(parallel))
 
 
 @case(world_size=4, timeout=240)
@@ -280,5 +276,4 @@ def experts_that_are_not_cut_over_ranks_take_their_own_tokens(world):
         over_dp = Counter(e.op for e in events if "dp" in e.axes)
         assert over_dp == {"all_reduce": over_dp["all_reduce"]} and over_dp["all_reduce"] <= 4, (parallel, events)
         assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)
+        equal_each(got, want, range(len(want)), str(parallel))

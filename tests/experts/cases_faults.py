@@ -11,19 +11,18 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from model_zoo.llama.config import ParallelConfig
-from ms_dtensor import Replicate, Shard
+from ms_dtensor import Shard
 from ms_dtensor.errors import DTensorError
 from ms_dtensor.optim import clip_grad_norm_
 from ms_dtensor.tensor.distribute import distribute_parameter
 from tests.cases import case
-from tests.dist.support import array, mesh_1d, refusal
+from tests.dist.support import array, equal_each, mesh_1d, refusal
 from tests.experts.cases_counts import BIASED
-from tests.experts.cases_experts import pieces
+from tests.experts.cases_experts import CUT, WHATS, WHOLE, pieces
 from tests.experts.cases_recipe import trainer_of
 from tests.experts.reference import expected, operands, random_choice
 from tests.tiers import sampled
 
-CUT, WHOLE = Shard(0), Replicate()
 N, E, K, D, F = 24, 6, 2, 6, 5
 EXACT = 1e-10
 
@@ -151,8 +150,7 @@ def tokens_of_several_sequences_come_back_to_their_places(world):
         y = result(three[0], three[1], *cut)
         assert np.abs(array(y).reshape(b * t, -1) - want[0]).max() <= EXACT * np.abs(want[0]).max(), dims
         grads = md.grad(lambda *a: (result(*a) * three[3]).sum(), (0, 1, 2, 3, 4))(*three[:2], *cut)  # noqa: B023
-        for g, w in zip(grads, want[1:], strict=True):
-            assert np.abs(array(g).reshape(w.shape) - w).max() <= EXACT * np.abs(w).max(), dims
+        equal_each([array(g).reshape(w.shape) for g, w in zip(grads, want[1:])], want[1:], WHATS[1:], str(dims), EXACT)
 
 
 @case(world_size=4)
