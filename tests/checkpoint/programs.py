@@ -18,24 +18,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    RowwiseParallel,
-    Shard,
-    checkpoint,
-    comm,
-    distribute_tensor,
-    fully_shard,
-    optim,
-    parallelize_module,
-    replicate,
-)
 from ms_dtensor.checkpoint.state import Leaf, State
 from ms_dtensor.tensor.distribute import like_parameter
 from tests.dist.support import mesh_1d, mesh_2d
 
-S = Shard
+S = md.Shard
 
 
 class Net(nn.Cell):
@@ -54,12 +41,12 @@ class Net(nn.Cell):
         return self.down(mint.tanh(self.up(x) + self.again(x))) + self.half.astype(ms.float32).sum()
 
 
-STYLES = {"up": ColwiseParallel(), "again": ColwiseParallel(), "down": RowwiseParallel()}
+STYLES = {"up": md.ColwiseParallel(), "again": md.ColwiseParallel(), "down": md.RowwiseParallel()}
 
 
 def _fully(net, mesh, **options):
     for cell in (net.up, net.down, net):
-        fully_shard(cell, mesh=mesh, **options)
+        md.fully_shard(cell, mesh=mesh, **options)
 
 
 def _uneven(net, mesh):
@@ -67,26 +54,26 @@ def _uneven(net, mesh):
     places = itertools.cycle([(("tp", "dp"), "None"), ("None", ("dp", "tp")), ("dp", "tp"), ("tp", "dp")])
     for _, cell in net.cells_and_names():
         for key, p in cell._params.items():
-            if not isinstance(p, DTensor):
+            if not isinstance(p, md.DTensor):
                 where = next(places)
                 where = where if len(p.shape) == 2 else [S(0), S(0)]
-                cell._params[key] = like_parameter(distribute_tensor(p, mesh, where, src_data_rank=None), p)
+                cell._params[key] = like_parameter(md.distribute_tensor(p, mesh, where, src_data_rank=None), p)
     md.distribute_module(net, mesh)
 
 
 BY_RANKS = {
     1: {"1": lambda net: None},
-    2: {"tp=2": lambda net: parallelize_module(net, mesh_1d(2, "tp"), STYLES),
+    2: {"tp=2": lambda net: md.parallelize_module(net, mesh_1d(2, "tp"), STYLES),
         "fsdp=2": lambda net: _fully(net, mesh_1d(2, "dp"))},
     3: {"fsdp=3, uneven": lambda net: _fully(net, mesh_1d(3, "dp"))},
 }
 BY_RANKS[4] = {
     "whole on 4": lambda net: None,
-    "tp=4": lambda net: parallelize_module(net, mesh_1d(4, "tp"), STYLES),
-    "dp=2 x tp=2": lambda net: replicate(parallelize_module(net, mesh_2d()["tp"], STYLES), mesh=mesh_2d()["dp"]),
-    "zero1=4": lambda net: replicate(net, mesh=mesh_1d(4, "dp"), zero1=True),
+    "tp=4": lambda net: md.parallelize_module(net, mesh_1d(4, "tp"), STYLES),
+    "dp=2 x tp=2": lambda net: md.replicate(md.parallelize_module(net, mesh_2d()["tp"], STYLES), mesh=mesh_2d()["dp"]),
+    "zero1=4": lambda net: md.replicate(net, mesh=mesh_1d(4, "dp"), zero1=True),
     "fsdp=4": lambda net: _fully(net, mesh_1d(4, "dp")),
-    "fsdp=2 x tp=2": lambda net: _fully(parallelize_module(net, mesh_2d()["tp"], STYLES), mesh_2d()["dp"]),
+    "fsdp=2 x tp=2": lambda net: _fully(md.parallelize_module(net, mesh_2d()["tp"], STYLES), mesh_2d()["dp"]),
     "hsdp=2x2": lambda net: _fully(net, mesh_2d()),
     "uneven, other orders": lambda net: _uneven(net, mesh_2d()),
 }
@@ -97,7 +84,7 @@ def program(layout: str, ranks: int = 4) -> dict:
     net = Net(0)
     BY_RANKS[ranks][layout](net)
     params = net.trainable_params()
-    return {"model": net, "optimizer": optim.AdamW(params, 0.1), "ema": optim.EMA(params, 0.5), "step": 0,
+    return {"model": net, "optimizer": md.optim.AdamW(params, 0.1), "ema": md.optim.EMA(params, 0.5), "step": 0,
             "words": ["", {"deep": 0.0}]}
 
 
@@ -139,7 +126,7 @@ def save_all(root: Path, ranks: int) -> None:
     """Saves each layout of this many ranks."""
     for layout in BY_RANKS[ranks]:
         fill(state := program(layout, ranks))
-        checkpoint.save(state, root / folder_name(layout))
+        md.checkpoint.save(state, root / folder_name(layout))
 
 
 def load_all(root: Path, ranks: int) -> dict[str, list[str]]:
@@ -148,7 +135,7 @@ def load_all(root: Path, ranks: int) -> dict[str, list[str]]:
     for layout in BY_RANKS[ranks]:
         for source in sorted(os.listdir(root)):
             state = program(layout, ranks)
-            checkpoint.load(state, root / source)
+            md.checkpoint.load(state, root / source)
             found[f"{source} -> {folder_name(layout)}"] = faults(state)
     return found
 
@@ -157,8 +144,8 @@ def main(what: str, root: str) -> int:
     from tests.msrun import REPORTS, report
 
     if os.environ.get("MS_ROLE"):
-        comm.start("cpu")
-    world = comm.current_world()
+        md.comm.start("cpu")
+    world = md.comm.current_world()
     ranks = world.size if world else 1
     if what == "save":
         save_all(Path(root), ranks)

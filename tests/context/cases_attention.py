@@ -9,21 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from ms_dtensor import (
-    ContextParallel,
-    Shard,
-    balance,
-    checks,
-    comm,
-    context_attention,
-    distribute_tensor,
-    grad,
-    head_tail,
-    implicit_replication,
-    in_order,
-    init_device_mesh,
-    redistribution_policy,
-)
+import ms_dtensor as md
 from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.support import refusal, same_on_all_ranks
@@ -72,11 +58,11 @@ def compare(mesh, axes, algorithm, tokens, h, g, what, **mask):
     arrays = drawn(len(tokens), h, g)
     want = one_device(tokens.documents, *arrays, **mask)
     (q, k, v, dout), mine = shares(mesh, tokens, arrays, axes)
-    attention = context_attention(mesh[axes], algorithm)
-    with comm.record() as events, redistribution_policy("explicit"):
+    attention = md.context_attention(mesh[axes], algorithm)
+    with md.comm.record() as events, md.redistribution_policy("explicit"):
         out = attention(q, k, v, tokens, **mask)
-    with comm.record() as both:
-        grads = grad(lambda q, k, v: (attention(q, k, v, tokens, **mask) * dout).sum(), (0, 1, 2))(q, k, v)
+    with md.comm.record() as both:
+        grads = md.grad(lambda q, k, v: (attention(q, k, v, tokens, **mask) * dout).sum(), (0, 1, 2))(q, k, v)
     for name, got, x in zip(("out", "dq", "dk", "dv"), (out, *grads), want):
         assert got.layout.placements == q.layout.placements, (what, name, got.layout)
         off = np.abs(got.to_local().asnumpy() - x[mine]).max(initial=0) / max(np.abs(x).max(initial=0), 1.0)
@@ -102,11 +88,11 @@ def bytes_of_rows(tokens, me, g, causal=True, window=None):
 @case(world_size=(2, 4), timeout=200)
 def gather_and_ring_are_one_device(world):
     n = world.size
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     for number, documents in sampled(enumerate(kinds(n)), 3, 1):
         mask = list(MASKS.values())[number % 3]
         h, g = HEADS[number % len(HEADS) if number % 2 else 1]
-        how = balance(documents, n, **mask) if number % 4 else (head_tail if number % 8 else in_order)(documents, n)
+        how = md.balance(documents, n, **mask) if number % 4 else (md.head_tail if number % 8 else md.in_order)(documents, n)
         for algorithm in ("gather", "ring"):
             what = f"{algorithm} {documents} {mask} {h}:{g}"
             events, back = compare(mesh, ("cp",), algorithm, how, h, g, what, **mask)
@@ -121,47 +107,47 @@ def gather_and_ring_are_one_device(world):
 
 @case(world_size=2)
 def every_mask_and_every_sharing_of_heads(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     documents = [13, 1, 9, 4]
     for name, mask in MASKS.items():
         for h, g in HEADS:
             for algorithm in ("gather", "ring"):
-                how = balance(documents, 2, **mask)
+                how = md.balance(documents, 2, **mask)
                 compare(mesh, ("cp",), algorithm, how, h, g, f"{algorithm} {name} {h}:{g}", **mask)
 
 
 @case(world_size=2)
 def a_document_in_order_costs_what_a_ring_costs_and_whole_documents_nothing(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     g, row = 2, 2 * 2 * E * 8
     for algorithm in ("gather", "ring"):
-        full, _ = compare(mesh, ("cp",), algorithm, in_order([16], 2), 8, g, "full", causal=False)
+        full, _ = compare(mesh, ("cp",), algorithm, md.in_order([16], 2), 8, g, "full", causal=False)
         assert [e.bytes for e in full] == [8 * row]                       # 2 g e (n / N) (N - 1) numbers
-        tokens = head_tail([16], 2)
+        tokens = md.head_tail([16], 2)
         some, _ = compare(mesh, ("cp",), algorithm, tokens, 8, g, "head and tail")
         assert sum(e.bytes for e in some) == (4 if world.rank == 0 else 8) * row  # 3/4 of that, over both ranks
-        none, back = compare(mesh, ("cp",), algorithm, balance([8, 8], 2), 8, g, "whole documents")
+        none, back = compare(mesh, ("cp",), algorithm, md.balance([8, 8], 2), 8, g, "whole documents")
         assert none == [] and back == []
 
 
 @case(world_size=2)
 def ulysses_is_a_redistribution(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
     n, h, g = 12, 8, 2
     for name, mask in MASKS.items():
-        events, _ = compare(mesh, ("ulysses",), "gather", in_order([7, 4, 1], 1), h, g, f"ulysses {name}", **mask)
+        events, _ = compare(mesh, ("ulysses",), "gather", md.in_order([7, 4, 1], 1), h, g, f"ulysses {name}", **mask)
         assert {(e.op, e.axes, e.implicit) for e in events} == {("all_to_all", ("ulysses",), False)}, events
         assert sum(e.bytes for e in events) == (2 * h + 2 * g) * E * (n // 2) // 2 * 8  # (2h + 2g) e (n/N) (N-1)/N numbers
-    compare(mesh, ("ulysses",), "gather", in_order([5, 6], 1), 8, 8, "uneven list")
+    compare(mesh, ("ulysses",), "gather", md.in_order([5, 6], 1), 8, 8, "uneven list")
 
 
 @case(world_size=4)
 def hybrids_are_one_device(world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "ulysses"))
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "ulysses"))
     for name, mask in MASKS.items():
         for h, g in HEADS[:2]:
             for algorithm in ("gather", "ring"):
-                events, _ = compare(mesh, ("cp", "ulysses"), algorithm, balance([13, 1, 9, 4, 2], 2, **mask), h, g,
+                events, _ = compare(mesh, ("cp", "ulysses"), algorithm, md.balance([13, 1, 9, 4, 2], 2, **mask), h, g,
                                     f"hybrid {algorithm} {name} {h}:{g}", **mask)
                 assert {e.axes for e in events} <= {("cp",), ("ulysses",)}, events
 
@@ -170,9 +156,9 @@ def hybrids_are_one_device(world):
 def beside_data_and_tensor_parallelism(world):
     """Each part of the batch has an order of its own; heads are cut over tp."""
     for names in (("dp", "cp"), ("cp", "tp")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         parts = [[9, 7], [3, 12, 1]] if names[0] == "dp" else [[9, 7]]
-        orders = [balance(documents, 2) for documents in parts]
+        orders = [md.balance(documents, 2) for documents in parts]
         mine = orders[mesh.get_coordinate()[0] if names[0] == "dp" else 0]
         part = orders.index(mine)
         arrays = drawn(16, 8, 2, seed=part)
@@ -180,11 +166,11 @@ def beside_data_and_tensor_parallelism(world):
         axes = names[:2] if names[0] == "dp" else ("cp",)
         (q, k, v, dout), rows = shares(mesh, mine, arrays, axes)
         if "tp" in names:
-            q, k, v, dout = (x.redistribute(placements=[Shard(0), Shard(1)]) for x in (q, k, v, dout))
+            q, k, v, dout = (x.redistribute(placements=[md.Shard(0), md.Shard(1)]) for x in (q, k, v, dout))
         for algorithm in ("gather", "ring"):
-            attention = context_attention(mesh["cp"], algorithm)
+            attention = md.context_attention(mesh["cp"], algorithm)
             got = attention(q, k, v, mine)
-            grads = grad(lambda q, k, v, f=attention, t=mine, d=dout: (f(q, k, v, t) * d).sum(), (0, 1, 2))(q, k, v)
+            grads = md.grad(lambda q, k, v, f=attention, t=mine, d=dout: (f(q, k, v, t) * d).sum(), (0, 1, 2))(q, k, v)
             for name, x, y in zip(("out", "dq", "dk", "dv"), (got, *grads), want):
                 assert x.layout.placements == q.layout.placements
                 if "tp" in names:
@@ -196,20 +182,20 @@ def beside_data_and_tensor_parallelism(world):
 @case(world_size=2)
 def narrow_floats_are_computed_in_float32_and_rounded_once(world):
     import mindspore as ms
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    tokens, arrays = balance([9, 6], 2), drawn(15, 4, 2)
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    tokens, arrays = md.balance([9, 6], 2), drawn(15, 4, 2)
     for dtype, eps in ((ms.float16, 2.0**-11), (ms.bfloat16, 2.0**-8)):
         exact = [Tensor(x).astype(dtype).astype(ms.float32).asnumpy().astype(np.float64) for x in arrays]
         want = one_device(tokens.documents, *exact)
         (q, k, v, dout), rows = shares(mesh, tokens, arrays, ("cp",))
         q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
         for algorithm in ("gather", "ring"):
-            attention = context_attention(mesh["cp"], algorithm)
+            attention = md.context_attention(mesh["cp"], algorithm)
 
 
             def loss(q, k, v, f=attention, dout=dout):
                 return (f(q, k, v, tokens) * dout).astype(ms.float32).sum()
-            grads = grad(loss, (0, 1, 2))(q, k, v)
+            grads = md.grad(loss, (0, 1, 2))(q, k, v)
             for name, x, y in zip(("out", "dq", "dk", "dv"), (attention(q, k, v, tokens), *grads), want):
                 assert x.dtype == dtype
                 off = np.abs(x.to_local().astype(ms.float32).asnumpy() - y[rows]).max() / np.abs(y).max()
@@ -219,15 +205,15 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
 @case(world_size=2)
 def any_scale_is_as_exact_as_the_operands(world):
     """A number beside float64 is taken for float32 by MindSpore; 1/sqrt(4) would not show it."""
-    mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
+    mesh, tokens, arrays = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6], 2), drawn(15, 4, 2)
     out, dq, dk, dv = one_device([9, 6], arrays[0] * 0.7, *arrays[1:])
     (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
     for algorithm, window in (("gather", None), ("ring", None), ("ring", 99)):
-        attention = context_attention(mesh["cp"], algorithm)
+        attention = md.context_attention(mesh["cp"], algorithm)
 
         def run(q, k, v, attention=attention, window=window):
             return attention(q, k, v, tokens, scale=0.35, window=window)
-        grads = grad(lambda q, k, v, run=run: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
+        grads = md.grad(lambda q, k, v, run=run: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
         for got, want in zip((run(q, k, v), *grads), (out, dq * 0.7, dk, dv), strict=True):
             assert np.abs(got.to_local().asnumpy() - want[mine]).max() <= 1e-12, (algorithm, window)
 
@@ -235,11 +221,11 @@ def any_scale_is_as_exact_as_the_operands(world):
 @case(world_size=2)
 def what_is_no_number_reaches_only_what_sees_it(world):
     """A weight of 0 times NaN is NaN: a later token of the document must not reach an earlier one by it, nor back."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     documents, broken = [9, 14, 2], np.array([5, 15])  # of two documents; the third stays whole
     document, place = np.repeat(np.arange(3), documents), np.concatenate([np.arange(n) for n in documents])
     for (algorithm, mask), which in product(product(("gather", "ring"), ({}, {"window": 4})), range(4)):
-        tokens, arrays = balance(documents, 2, **mask), drawn(25, 4, 2)
+        tokens, arrays = md.balance(documents, 2, **mask), drawn(25, 4, 2)
         ahead = place[:, None] - place
         sees = (document[:, None] == document) & (ahead >= 0) & (ahead < mask.get("window", 25))
         arrays[which][broken] = (np.nan, np.inf, -np.inf)[which % 3]
@@ -248,11 +234,11 @@ def what_is_no_number_reaches_only_what_sees_it(world):
         want = one_device(documents, *drawn(25, 4, 2), **mask)
         (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
 
-        attention = context_attention(mesh["cp"], algorithm)
+        attention = md.context_attention(mesh["cp"], algorithm)
 
         def run(q, k, v, attention=attention, tokens=tokens, mask=mask):
             return attention(q, k, v, tokens, **mask)
-        grads = grad(lambda q, k, v, run=run, dout=dout: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
+        grads = md.grad(lambda q, k, v, run=run, dout=dout: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
         reached = np.zeros(25, bool) if which == 3 else queries, queries, keys, keys
         for name, got, x, bad in zip(("out", "dq", "dk", "dv"), (run(q, k, v), *grads), want, reached, strict=True):
             whole = ~bad[mine]
@@ -263,10 +249,10 @@ def what_is_no_number_reaches_only_what_sees_it(world):
 
 @case(world_size=2)
 def a_scale_of_nothing_is_a_scale(world):
-    mesh, tokens = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2)
+    mesh, tokens = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6], 2)
     (q, k, v, _), _ = shares(mesh, tokens, drawn(15, 4, 2), ("cp",))
     for algorithm in ("gather", "ring"):
-        attention = context_attention(mesh["cp"], algorithm)
+        attention = md.context_attention(mesh["cp"], algorithm)
         even, other, usual = (attention(a, k, v, tokens, scale=scale).to_local().asnumpy()
                               for a, scale in ((q, 0.0), (q * 3, 0.0), (q, None)))
         assert np.array_equal(even, other) and not np.allclose(even, usual, atol=1e-3), algorithm
@@ -274,17 +260,17 @@ def a_scale_of_nothing_is_a_scale(world):
 
 @case(world_size=2)
 def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    heads = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
-    tokens, arrays = balance([9, 6], 2), drawn(15, 4, 2)
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    heads = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+    tokens, arrays = md.balance([9, 6], 2), drawn(15, 4, 2)
     (q, k, v, _), _ = shares(mesh, tokens, arrays, ("cp",))
-    attention, ring = (context_attention(mesh["cp"], name) for name in ("gather", "ring"))
-    (q1, k1, v1, _), _ = shares(heads, in_order([9, 6], 1), drawn(15, 3, 3), ("ulysses",))
+    attention, ring = (md.context_attention(mesh["cp"], name) for name in ("gather", "ring"))
+    (q1, k1, v1, _), _ = shares(heads, md.in_order([9, 6], 1), drawn(15, 3, 3), ("ulysses",))
     plain = Tensor(arrays[0])
-    with comm.record() as events:
+    with md.comm.record() as events:
         texts = [refusal(call, error) for call, error in (
-            (lambda: attention(q, k, v, balance([9, 7], 2)), ConfigError),
-            (lambda: attention(q, k, v, in_order([15], 1)), ConfigError),
+            (lambda: attention(q, k, v, md.balance([9, 7], 2)), ConfigError),
+            (lambda: attention(q, k, v, md.in_order([15], 1)), ConfigError),
             (lambda: attention(q, k, v, tokens, causal=False, window=3), ConfigError),
             (lambda: attention(q, q, k, tokens), ConfigError),
             (lambda: attention(q, k[:, :0], v[:, :0], tokens), ConfigError),
@@ -298,8 +284,8 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             (lambda: attention(q, k, v, None), ConfigError),
             (lambda: attention(q.astype(ms.float32), k, v, tokens), LayoutError),
             (lambda: attention(*(x.astype(ms.int32) for x in (q, k, v)), tokens), LayoutError),
-            (lambda: context_attention(heads["ulysses"])(q1, k1, v1, in_order([9, 6], 1)), ConfigError),
-            (lambda: context_attention(mesh["cp"], "zigzag"), ConfigError))]
+            (lambda: md.context_attention(heads["ulysses"])(q1, k1, v1, md.in_order([9, 6], 1)), ConfigError),
+            (lambda: md.context_attention(mesh["cp"], "zigzag"), ConfigError))]
     assert events == []
     for text, said in zip(texts, (
             "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
@@ -311,41 +297,39 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
         same_on_all_ranks(world, text)
     for which in (attention, ring):  # of gather's, made of products, MindSpore gives zeros
         def inner(x, which=which):
-            return (grad(lambda y: (which(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
-        with comm.record() as events:
-            text = refusal(lambda inner=inner: grad(inner)(q), OpRuleError)
+            return (md.grad(lambda y: (which(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
+        with md.comm.record() as events:
+            text = refusal(lambda inner=inner: md.grad(inner)(q), OpRuleError)
         assert "a derivative of its gradient" in text and events == []
-    whole = distribute_tensor(Tensor(arrays[0]), mesh, [Shard(1)])
-    with comm.record() as events, redistribution_policy("explicit"):
-        attention(whole, k, v, balance([9, 6], 2))
+    whole = md.distribute_tensor(Tensor(arrays[0]), mesh, [md.Shard(1)])
+    with md.comm.record() as events, md.redistribution_policy("explicit"):
+        attention(whole, k, v, md.balance([9, 6], 2))
     assert [e.implicit for e in events if e.dst.startswith("f64")] == [False] * 2  # of one cut by heads, and back
 
 
 @case(world_size=2)
 def another_order_on_some_rank_is_told_to_all_under_checks(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    orders = in_order([9, 6], 2), head_tail([9, 6], 2)
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    orders = md.in_order([9, 6], 2), md.head_tail([9, 6], 2)
     (q, k, v, _), _ = shares(mesh, orders[0], drawn(15, 4, 2), ("cp",))
-    with checks():
-        text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[world.rank]), CollectiveMismatch)
-    assert "tokens" in text
-    same_on_all_ranks(world, text)
-    with checks():
-        text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[0], scale=0.5 + world.rank), CollectiveMismatch)
-    assert "scale" in text
-    same_on_all_ranks(world, text)
+    attention = md.context_attention(mesh["cp"])
+    for call, word in ((lambda: attention(q, k, v, orders[world.rank]), "tokens"),
+                       (lambda: attention(q, k, v, orders[0], scale=0.5 + world.rank), "scale")):
+        with md.checks():
+            text = refusal(call, CollectiveMismatch)
+        assert word in same_on_all_ranks(world, text), text
 
 
 @case(world_size=4)
 def the_axis_that_cuts_a_part_may_come_first_in_the_mesh(world):
     """`axes` are outermost first, whatever order the mesh has: each coordinate of dp passes its own batch and order."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
     here = mesh.get_local_rank("dp")
     documents = ([9, 4, 2], [15])[here]
-    tokens, arrays = balance(documents, 2), drawn(15, 4, 2, seed=here)
+    tokens, arrays = md.balance(documents, 2), drawn(15, 4, 2, seed=here)
     q, k, v = tokens.cut(*arrays[:3], mesh=mesh, axes=("dp", "cp"))
     want, *_ = one_device(documents, *arrays)
-    got = context_attention(mesh["cp"])(q, k, v, tokens).to_local().asnumpy()
+    got = md.context_attention(mesh["cp"])(q, k, v, tokens).to_local().asnumpy()
     assert np.abs(got - want[tokens.index(mesh.get_local_rank("cp"))]).max() <= 1e-12
     for axes in (("dp", "tp"), ("cp", "cp")):
         text = refusal(lambda axes=axes: tokens.cut(arrays[0], mesh=mesh, axes=axes), ConfigError)
@@ -363,7 +347,7 @@ class Core(nn.Cell):
         a, b, c = (mint.permute(x, (0, 2, 1, 3)) for x in (q, mint.repeat_interleave(k, share, 2),
                                                            mint.repeat_interleave(v, share, 2)))
         scores = mint.matmul(a, mint.permute(b, (0, 1, 3, 2))) / np.sqrt(E).item()
-        with implicit_replication():
+        with md.implicit_replication():
             scores = scores + Tensor(np.triu(np.full((s, s), -1e30), 1))
         return mint.permute(mint.matmul(mint.softmax(scores, -1), c), (0, 2, 1, 3))
 
@@ -374,33 +358,34 @@ def the_style_is_the_cell_of_whole_rows(world):
     q, k, v, dout = (rng.normal(size=(2, 8, heads, E)) for heads in (4, 2, 2, 4))
     flat = [x.reshape(16, *x.shape[2:]) for x in (q, k, v, dout)]
     want = [x.reshape(2, 8, *x.shape[1:]) for x in one_device([8, 8], *flat)]
-    for names, rest in ((("dp", "cp"), {"dp": Shard(0)}), (("cp", "tp"), {"tp": Shard(2)})):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    for names, rest in ((("dp", "cp"), {"dp": md.Shard(0)}), (("cp", "tp"), {"tp": md.Shard(2)})):
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         for order in ("in_order", "head_tail"):
-            cut = head_tail if order == "head_tail" else in_order
+            cut = md.head_tail if order == "head_tail" else md.in_order
             at = cut([8], 2).index()  # as the program cuts its rows: pieces of each one behind another
-            xs = [distribute_tensor(Tensor(x[:, at]), mesh, rest | {"cp": Shard(1)}, src_data_rank=None)
+            xs = [md.distribute_tensor(Tensor(x[:, at]), mesh, rest | {"cp": md.Shard(1)}, src_data_rank=None)
                   for x in (q, k, v, dout)]
             for algorithm in ("gather", "ring"):
-                core = ContextParallel(algorithm, order=order).apply(Core(), mesh["cp"])
-                got = [core(*xs[:3]), *grad(lambda *t, f=core, d=xs[3]: (f(*t) * d).sum(), (0, 1, 2))(*xs[:3])]
+                core = md.ContextParallel(algorithm, order=order).apply(Core(), mesh["cp"])
+                got = [core(*xs[:3]), *md.grad(lambda *t, f=core, d=xs[3]: (f(*t) * d).sum(), (0, 1, 2))(*xs[:3])]
                 for name, x, y in zip(("out", "dq", "dk", "dv"), got, want):
                     assert x.layout.placements == xs[0].layout.placements, (name, x.layout)
                     off = np.abs(x.full_tensor().asnumpy() - y[:, at]).max() / np.abs(y).max()
                     assert off <= 1e-12, (names, order, algorithm, name, off)
                 assert core.ran == 0
-    core = ContextParallel().apply(Core(), mesh["cp"])
-    whole = core(*(distribute_tensor(Tensor(x), mesh, src_data_rank=None) for x in (q, k, v)))
+    core = md.ContextParallel().apply(Core(), mesh["cp"])
+    whole = core(*(md.distribute_tensor(Tensor(x), mesh, src_data_rank=None) for x in (q, k, v)))
     assert core.ran == 1 and np.abs(whole.full_tensor().asnumpy() - want[0]).max() < 1e-6
-    heads = ContextParallel(seq_dim=2, head_dim=1).apply(Core(), mesh["cp"])
-    swapped = [distribute_tensor(Tensor(x.swapaxes(1, 2)), mesh, {"cp": Shard(2)}, src_data_rank=None) for x in (q, k, v)]
+    heads = md.ContextParallel(seq_dim=2, head_dim=1).apply(Core(), mesh["cp"])
+    swapped = [md.distribute_tensor(Tensor(x.swapaxes(1, 2)), mesh, {"cp": md.Shard(2)}, src_data_rank=None)
+               for x in (q, k, v)]
     assert np.abs(heads(*swapped).full_tensor().asnumpy() - want[0].swapaxes(1, 2)).max() < 1e-12
-    odd = [distribute_tensor(Tensor(x[:, :7]), mesh, {"cp": Shard(1)}, src_data_rank=None) for x in (q, k, v)]
-    other = distribute_tensor(Tensor(q), mesh, {"cp": Shard(0)}, src_data_rank=None)
+    odd = [md.distribute_tensor(Tensor(x[:, :7]), mesh, {"cp": md.Shard(1)}, src_data_rank=None) for x in (q, k, v)]
+    other = md.distribute_tensor(Tensor(q), mesh, {"cp": md.Shard(0)}, src_data_rank=None)
     for call, said in ((lambda: core(*odd), "not cut evenly"), (lambda: core(other, *xs[1:3]), "but not its sequence"),
                        (lambda: core(*xs[:3], xs[3]), "something else than"),
-                       (lambda: ContextParallel(seq_dim=3), "do not fit"),
-                       (lambda: ContextParallel().apply(Core(), mesh), "not one axis")):
+                       (lambda: md.ContextParallel(seq_dim=3), "do not fit"),
+                       (lambda: md.ContextParallel().apply(Core(), mesh), "not one axis")):
         text = refusal(call, ConfigError)
         assert said in text, text
         same_on_all_ranks(world, text)
@@ -410,26 +395,26 @@ def the_style_is_the_cell_of_whole_rows(world):
 def on_a_devices_branch_the_same_is_sent_and_all_is_waited_for(world):
     """Rows as HCCL takes them, in the strict double; one rank has no tokens, and so nothing that it could send."""
     with rehearsed():
-        mesh = init_device_mesh("npu", (2,), mesh_dim_names=("cp",))
-        for tokens in (head_tail([16], 2), balance([9, 6, 2], 2), in_order([1], 2), in_order([3], 2)):
+        mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("cp",))
+        for tokens in (md.head_tail([16], 2), md.balance([9, 6, 2], 2), md.in_order([1], 2), md.in_order([3], 2)):
             for algorithm in ("gather", "ring"):
                 compare(mesh, ("cp",), algorithm, tokens, 4, 2, f"rehearsed {algorithm} {tokens.documents}")
 
 
 @case(world_size=2, timeout=120)
 def a_thousand_documents_of_one_token(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     for algorithm in sampled(("ring", "gather"), 2):
-        events, back = compare(mesh, ("cp",), algorithm, balance([1] * 1000, 2), 8, 2, "a thousand documents")
+        events, back = compare(mesh, ("cp",), algorithm, md.balance([1] * 1000, 2), 8, 2, "a thousand documents")
         assert events == [] and back == []
 
 
 @case(world_size=8, timeout=500)
 def on_eight_ranks(world):
-    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
-    two = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "ulysses"))
+    mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
+    two = md.init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "ulysses"))
     for number, documents in enumerate(([29, 11, 5, 1, 1, 17], [25], [5], [8] * 8, [1] * 40)):
         mask = list(MASKS.values())[number % 3]
         for algorithm in ("gather", "ring"):
-            compare(mesh, ("cp",), algorithm, balance(documents, 8, **mask), 8, 2, f"{algorithm} {documents}", **mask)
-            compare(two, ("cp", "ulysses"), algorithm, balance(documents, 4, **mask), 8, 2, f"hybrid {documents}", **mask)
+            compare(mesh, ("cp",), algorithm, md.balance(documents, 8, **mask), 8, 2, f"{algorithm} {documents}", **mask)
+            compare(two, ("cp", "ulysses"), algorithm, md.balance(documents, 4, **mask), 8, 2, f"hybrid {documents}", **mask)

@@ -11,21 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from ms_dtensor import (
-    ContextParallel,
-    DTensor,
-    Shard,
-    balance,
-    checkpoint_wrapper,
-    comm,
-    context_attention,
-    grad,
-    head_tail,
-    in_order,
-    init_device_mesh,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
 from ms_dtensor.compat import hyper_context
 from ms_dtensor.core.balance import Mask
 from ms_dtensor.core.tokens import keys_by_rank
@@ -35,31 +21,31 @@ from tests.context.cases_attention import HEADS, MASKS, E, bytes_of_rows, compar
 from tests.dist.support import refusal, same_on_all_ranks
 from tests.tiers import sampled
 
-ORDERS = {"balanced": balance, "head and tail": head_tail, "in order": in_order}
+ORDERS = {"balanced": md.balance, "head and tail": md.head_tail, "in order": md.in_order}
 
 
 @case(world_size=(2, 4, 8), timeout=1500)
 def the_whole_grid(world):
     """Lengths 1 to 3N + 1, documents shorter than N, many of one token, ranks without tokens or without foreign keys."""
     n = world.size
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     cells = list(product(kinds(n), MASKS.items(), HEADS, ("gather", "ring")))
     for number, (documents, (name, mask), (h, g), algorithm) in enumerate(sampled(cells, 41)):
-        how = balance(documents, n, **mask) if number % 3 else (head_tail if number % 2 else in_order)(documents, n)
+        how = md.balance(documents, n, **mask) if number % 3 else (md.head_tail if number % 2 else md.in_order)(documents, n)
         compare(mesh, ("cp",), algorithm, how, h, g, f"{algorithm} {documents} {name} {h}:{g}", **mask)
 
 
 @case(world_size=(4, 8), timeout=1500)
 def the_grid_of_hybrids_and_of_heads_for_tokens(world):
     n = world.size
-    two = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("cp", "ulysses"))
-    alone = init_device_mesh("cpu", (n,), mesh_dim_names=("ulysses",))
+    two = md.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("cp", "ulysses"))
+    alone = md.init_device_mesh("cpu", (n,), mesh_dim_names=("ulysses",))
     cells = list(product(kinds(n // 2), MASKS.items(), HEADS[:2], ("gather", "ring")))
     for documents, (name, mask), (h, g), algorithm in sampled(cells, 41):
         what = f"{algorithm} {documents} {name} {h}:{g}"
-        compare(two, ("cp", "ulysses"), algorithm, balance(documents, n // 2, **mask), h, g, f"hybrid {what}", **mask)
+        compare(two, ("cp", "ulysses"), algorithm, md.balance(documents, n // 2, **mask), h, g, f"hybrid {what}", **mask)
         if algorithm == "gather":
-            compare(alone, ("ulysses",), algorithm, in_order(documents, 1), 8, 8, f"ulysses {what}", **mask)
+            compare(alone, ("ulysses",), algorithm, md.in_order(documents, 1), 8, 8, f"ulysses {what}", **mask)
 
 
 def bytes_got(tokens, me, g, causal=True, window=None):
@@ -72,10 +58,10 @@ def bytes_got(tokens, me, g, causal=True, window=None):
 def the_backward_sends_what_the_formulas_say(world):
     """By axis and by what it is: of gather the gradients go home, a ring fetches keys again beside that."""
     n, me, g = world.size, world.rank, 2
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     for documents, (name, mask), (order, make) in sampled(product(
             ([29, 3, 1, 14], [8 * n], [5, 1]), MASKS.items(), ORDERS.items()), 5):
-        tokens = make(documents, n, **mask) if make is balance else make(documents, n)
+        tokens = make(documents, n, **mask) if make is md.balance else make(documents, n)
         there, home = bytes_of_rows(tokens, me, g, **mask), bytes_got(tokens, me, g, **mask)
         for algorithm in ("gather", "ring"):
             _, back = compare(mesh, ("cp",), algorithm, tokens, 8, g, f"{algorithm} {documents} {name} {order}", **mask)
@@ -92,8 +78,8 @@ def the_backward_sends_what_the_formulas_say(world):
 
 @case(world_size=2)
 def heads_for_tokens_cost_back_what_they_cost_there(world):
-    mesh, (n, h, g) = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)), (12, 8, 2)
-    events, back = compare(mesh, ("ulysses",), "gather", in_order([7, 4, 1], 1), h, g, "ulysses")
+    mesh, (n, h, g) = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)), (12, 8, 2)
+    events, back = compare(mesh, ("ulysses",), "gather", md.in_order([7, 4, 1], 1), h, g, "ulysses")
     assert sum(e.bytes for e in back) == sum(e.bytes for e in events) == (2 * h + 2 * g) * E * (n // 2) // 2 * 8
     assert {e.axes for e in back} == {("ulysses",)}
 
@@ -102,11 +88,11 @@ def heads_for_tokens_cost_back_what_they_cost_there(world):
 def gradients(mesh, tokens, arrays, algorithm, dout_times=1.0):
     """(dq, dk, dv) of this rank, and which rows they are."""
     (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
-    attention = context_attention(mesh["cp"], algorithm)
+    attention = md.context_attention(mesh["cp"], algorithm)
 
     def loss(q, k, v):
         return (attention(q, k, v, tokens) * dout).sum() * dout_times
-    return [x.to_local().asnumpy() for x in grad(loss, (0, 1, 2))(q, k, v)], mine
+    return [x.to_local().asnumpy() for x in md.grad(loss, (0, 1, 2))(q, k, v)], mine
 
 
 def far(got, want):
@@ -117,8 +103,8 @@ def far(got, want):
 def stale_keys_in_the_rings_backward(world):
     """diffusers#14265: the backward used the keys of the last round for every round. Each rank's keys have another scale, so
     that any other rank's in the place of the right ones would be far off."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens = in_order([32], 4)
+    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens = md.in_order([32], 4)
     q, k, v, dout = drawn(32, 4, 2)
     scale = np.repeat([0.1, 0.5, 1.0, 2.0], 8)[:, None, None]
     arrays = q, k * scale, v * scale[::-1], dout
@@ -130,8 +116,8 @@ def stale_keys_in_the_rings_backward(world):
 @case(world_size=4)
 def a_backward_without_the_cotangent(world):
     """mindone#1438: dout was taken for ones. It is random in all cases here, and the gradient is linear in it."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens, arrays = balance([19, 6, 7], 4), drawn(32, 4, 2, seed=3)
+    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens, arrays = md.balance([19, 6, 7], 4), drawn(32, 4, 2, seed=3)
     ones = [*arrays[:3], np.ones_like(arrays[3])]
     for algorithm in ("gather", "ring"):
         got, mine = gradients(mesh, tokens, arrays, algorithm)
@@ -144,8 +130,8 @@ def a_backward_without_the_cotangent(world):
 def gradients_that_are_doubled(world):
     """pytorch#160285: gradients of keys came out twice as large; Megatron-LM#1464: 1.2 times. By their length along one
     device's, which a check of shapes or of directions would not see."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens, arrays = head_tail([24, 8], 4), drawn(32, 8, 2, seed=5)
+    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens, arrays = md.head_tail([24, 8], 4), drawn(32, 8, 2, seed=5)
     want = one_device(tokens.documents, *arrays)[1:]
     for algorithm in ("gather", "ring"):
         got, mine = gradients(mesh, tokens, arrays, algorithm)
@@ -158,9 +144,9 @@ def gradients_that_are_doubled(world):
 def a_rank_that_has_nothing(world):
     """PaddleFormers#3010: ranks without tokens, or without anything to fetch, left the others waiting. Twice, so that a
     call that one rank has made and another has not would meet the next."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    for documents, make in sampled((([2], in_order), ([9] * 4, balance), ([40, 1, 1, 1], balance), ([0, 3, 0], head_tail)),
-                                   2):
+    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    for documents, make in sampled((([2], md.in_order), ([9] * 4, md.balance), ([40, 1, 1, 1], md.balance),
+                                    ([0, 3, 0], md.head_tail)), 2):
         tokens = make(documents, 4)
         for algorithm in ("gather", "ring") * 2:
             compare(mesh, ("cp",), algorithm, tokens, 8, 2, f"{algorithm} {documents}")
@@ -182,15 +168,15 @@ class Attending(nn.Cell):
 @case(world_size=2)
 def recompute_fetches_keys_again_or_keeps_them(world):
     """The same gradients to the bit; with `save=["send_rows"]` as much is sent as without recompute."""
-    mesh, tokens = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6, 4], 2)
+    mesh, tokens = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6, 4], 2)
     (q, k, v, dout), _ = shares(mesh, tokens, drawn(19, 4, 2), ("cp",))
     made = []
     for how in (None, {}, {"save": ["send_rows"]}):
-        net = replicate(Attending(context_attention(mesh["cp"]), tokens), mesh=mesh)
+        net = md.replicate(Attending(md.context_attention(mesh["cp"]), tokens), mesh=mesh)
         if how is not None:
-            checkpoint_wrapper(net, **how)
-        with comm.record() as events:
-            loss, grads = value_and_grad(lambda q, k, v, net=net: (net(q, k, v) * dout).sum(), (0, 1, 2),
+            md.checkpoint_wrapper(net, **how)
+        with md.comm.record() as events:
+            loss, grads = md.value_and_grad(lambda q, k, v, net=net: (net(q, k, v) * dout).sum(), (0, 1, 2),
                                          net.trainable_params())(q, k, v)
         made.append([x.full_tensor().asnumpy() for x in (loss, *grads[0], *grads[1])])
         fetched = sum(e.src == "keys and values" for e in events)
@@ -222,7 +208,7 @@ class Core(nn.Cell):
 def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
     """Ulysses, colossal and hybrid, [b, s, h, e] and [b, h, s, e], plain shards and DTensors; by place and by name."""
     rng = np.random.default_rng(4)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     q, k, v, dout = (rng.normal(size=(2, 8, heads, E)) for heads in (8, 4, 4, 8))
     flat = [x.reshape(16, *x.shape[2:]) for x in (q, k, v, dout)]
     want = [x.reshape(2, 8, *x.shape[1:]) for x in one_device([8, 8], *flat)]
@@ -243,7 +229,7 @@ def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
             x = np.split(turned(x), 4, seq)[world.rank]
             assert got.__class__ is Tensor and got.shape == x.shape, (degree, name)
             assert np.abs(got.asnumpy() - x).max() / np.abs(x).max() <= 1e-12, (degree, style, name)
-        cut = [DTensor.from_local(x, mesh, [Shard(seq)]) for x in local[:3]]
+        cut = [md.DTensor.from_local(x, mesh, [md.Shard(seq)]) for x in local[:3]]
         whole = core(cut[0], cut[1], value=cut[2])
         assert whole.shape == turned(q).shape and np.abs(whole.full_tensor().asnumpy() - turned(want[0])).max() <= 1e-12
     for call, said in ((lambda: hyper_context.ContextParallel(load_balance=True), "'load_balance' is not here"),
@@ -259,14 +245,14 @@ def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
 def torchs_context_parallel_gives_the_cut_batch(world):
     from ms_dtensor.compat.torch_names.distributed.tensor.experimental import context_parallel
     from ms_dtensor.compat.torch_names.distributed.tensor.experimental._attention import context_parallel_unshard
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rng = np.random.default_rng(4)
     q, k, v = (rng.normal(size=(2, 8, heads, E)) for heads in (4, 2, 2))
     want, *_ = one_device([8, 8], *(x.reshape(16, *x.shape[2:]) for x in (q, k, v)), np.zeros((16, 4, E)))
-    core = ContextParallel("ring").apply(Core(), mesh)
+    core = md.ContextParallel("ring").apply(Core(), mesh)
     given = [Tensor(x) for x in (q, k, v)]
-    with comm.record() as events, context_parallel(mesh["cp"], buffers=given, buffer_seq_dims=[1, 1, -3]) as cut:
-        assert events == [] and {x.placements for x in cut} == {(Shard(1),)}
+    with md.comm.record() as events, context_parallel(mesh["cp"], buffers=given, buffer_seq_dims=[1, 1, -3]) as cut:
+        assert events == [] and {x.placements for x in cut} == {(md.Shard(1),)}
         out = core(*cut)
         assert {e.src for e in events} == {"keys and values"}
     whole, = context_parallel_unshard(mesh, [out], [1])

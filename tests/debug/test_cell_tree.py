@@ -9,24 +9,13 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DFunction,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-    value_and_grad,
-)
+import ms_dtensor as md
 from ms_dtensor.debug import CommDebugMode
 from ms_dtensor.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
-PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel(use_local_output=False)}
+PLAN = {"layers.*.up": md.ColwiseParallel(), "layers.*.down": md.RowwiseParallel(use_local_output=False)}
 
 
 class Block(nn.Cell):
@@ -51,11 +40,11 @@ class Net(nn.Cell):
 
 @pytest.fixture()
 def mesh():
-    with comm.fake_world(4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with md.comm.fake_world(4):
+        yield md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
-class Summed(DFunction):
+class Summed(md.DFunction):
     """Communicates by itself, as a ring does."""
 
     @staticmethod
@@ -86,10 +75,10 @@ def test_a_function_that_communicates_is_its_callers(mesh):
 
 
 def test_forward_and_backward_are_the_cells(mesh):
-    net = parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
-    step = value_and_grad(lambda x: (net(x) ** 2).mean(), 0, net.trainable_params())
+    net = md.parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
+    step = md.value_and_grad(lambda x: (net(x) ** 2).mean(), 0, net.trainable_params())
     with CommDebugMode() as mode:
-        step(distribute_tensor(X, mesh, [Replicate()], src_data_rank=None))
+        step(md.distribute_tensor(X, mesh, [md.Replicate()], src_data_rank=None))
     assert mode.get_comm_counts("module", "phase") == {
         ("layers.0.down", "forward"): 1, ("layers.1.down", "forward"): 1,
         ("layers.1.down", "backward"): 1, ("layers.1.up", "backward"): 1,  # the bias of `down`, the input of `up`
@@ -112,9 +101,9 @@ def test_forward_and_backward_are_the_cells(mesh):
 
 
 def test_json_holds_the_tree(mesh, tmp_path):
-    net = parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
+    net = md.parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
     with CommDebugMode() as mode:
-        net(distribute_tensor(X, mesh, [Replicate()], src_data_rank=None))
+        net(md.distribute_tensor(X, mesh, [md.Replicate()], src_data_rank=None))
     mode.generate_json_dump(tmp_path / "all.json")
     mode.generate_json_dump(tmp_path / "little.json", noise_level=0)
     mode.log_comm_debug_tracing_table_to_file(tmp_path / "log.txt", noise_level=1)
@@ -134,10 +123,10 @@ def test_json_holds_the_tree(mesh, tmp_path):
 
 
 def test_names_with_wrappers_and_cells_outside_of_the_model(mesh):
-    net = parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
+    net = md.parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
     loss = nn.MSELoss()
-    whole = distribute_tensor(X, mesh, [Replicate()], src_data_rank=None)
-    split = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None)
+    whole = md.distribute_tensor(X, mesh, [md.Replicate()], src_data_rank=None)
+    split = md.distribute_tensor(X, mesh, [md.Shard(0)], src_data_rank=None)
 
     class Odd(nn.Cell):
         """Holds a cell where MindSpore does not see it."""
@@ -151,7 +140,7 @@ def test_names_with_wrappers_and_cells_outside_of_the_model(mesh):
 
     class Gather(nn.Cell):
         def construct(self, x):
-            return x.redistribute(placements=[Replicate()])
+            return x.redistribute(placements=[md.Replicate()])
 
     with CommDebugMode() as mode:
         nn.WithLossCell(net, loss)(whole, whole)
@@ -171,8 +160,8 @@ def test_names_with_wrappers_and_cells_outside_of_the_model(mesh):
 
 def test_names_that_another_block_gave(mesh):
     """A block inside another's call, and a backward whose forward ran in an earlier block."""
-    net = parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
-    whole = distribute_tensor(X, mesh, [Replicate()], src_data_rank=None)
+    net = md.parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
+    whole = md.distribute_tensor(X, mesh, [md.Replicate()], src_data_rank=None)
 
     class Watches(nn.Cell):
         def construct(self, x):
@@ -185,21 +174,21 @@ def test_names_that_another_block_gave(mesh):
     assert cell.inner.get_comm_counts("module") == outer.get_comm_counts("module") == names
     assert [line.split()[0] for line in outer.generate_comm_debug_tracing_table(0).split("\n")[1:]] == list(names)
     with CommDebugMode() as unnamed:
-        x = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None)
-        with comm.annotate(module="gone.0"):
+        x = md.distribute_tensor(X, mesh, [md.Shard(0)], src_data_rank=None)
+        with md.comm.annotate(module="gone.0"):
             x.full_tensor()
     assert unnamed.generate_comm_debug_tracing_table(0).split("\n")[1].split()[0] == "gone.0"
 
 
 def test_parameters_and_their_layouts(mesh):
-    net = parallelize_module(Net(), mesh, {"layers.0.up": ColwiseParallel()}, src_data_rank=None)
+    net = md.parallelize_module(Net(), mesh, {"layers.0.up": md.ColwiseParallel()}, src_data_rank=None)
     with CommDebugMode() as mode:
         net.layers[0].up(X)
     assert mode.get_parameter_info() == {"Dense": {"weight": net.layers[0].up.weight, "bias": net.layers[0].up.bias}}
-    assert mode.get_sharding_info() == {"Dense.weight": (Shard(0),), "Dense.bias": (Shard(0),)}
+    assert mode.get_sharding_info() == {"Dense.weight": (md.Shard(0),), "Dense.bias": (md.Shard(0),)}
     with CommDebugMode(net) as mode:
         net.layers[0].up(X)
-    assert mode.get_sharding_info() == {"layers.0.up.weight": (Shard(0),), "layers.0.up.bias": (Shard(0),)}
+    assert mode.get_sharding_info() == {"layers.0.up.weight": (md.Shard(0),), "layers.0.up.bias": (md.Shard(0),)}
 
 
 def test_nothing_is_left_behind(mesh):
@@ -209,7 +198,7 @@ def test_nothing_is_left_behind(mesh):
         def construct(self, x):
             raise ZeroDivisionError
 
-    x = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None)
+    x = md.distribute_tensor(X, mesh, [md.Shard(0)], src_data_rank=None)
     with pytest.raises(ZeroDivisionError), CommDebugMode():
         Raises()(x)
     with CommDebugMode() as outer, CommDebugMode() as inner:

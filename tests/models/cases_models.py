@@ -9,19 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    implicit_replication,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
 from tests.cases import case
 from tests.dist.support import array, data, each_once, mesh_1d, mesh_2d
 from tests.models.gpt2 import GPT2
@@ -31,7 +19,7 @@ from tests.models.unet import UNet
 from tests.models.vit import ViT
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), md.Shard
 RTOL = 1e-4  # float32 through two layers and back: some dozen sums of up to a few hundred terms, each in another order
 FLOOR = 1e-3  # of the model's largest gradient: softmax ignores a key's bias, a norm a constant; theirs are rounding only
 
@@ -66,13 +54,13 @@ def compare(make, inputs, placed, mesh, transform, what: str, steps: int = 1) ->
     transform(model)
     params = model.trainable_params()
     assert [p.name for p in params] == [p.name for p in plain.trainable_params()], what
-    d_inputs = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in inputs]
+    d_inputs = [md.distribute_tensor(t, mesh, placed, src_data_rank=None) for t in inputs]
     for step in range(steps):
-        got, grads = value_and_grad(lambda *a: model(*a), None, params)(*d_inputs)
+        got, grads = md.value_and_grad(lambda *a: model(*a), None, params)(*d_inputs)
         assert abs(got.item() - want) <= RTOL * abs(want), (what, step, got.item(), want)
         largest = max(float(np.abs(w).max()) for w in want_grads)
         for p, g, b in zip(params, grads, want_grads):
-            assert isinstance(g, DTensor) and g.layout is p.layout.gradient(), (what, p.name, g, p)
+            assert isinstance(g, md.DTensor) and g.layout is p.layout.gradient(), (what, p.name, g, p)
             a = array(g)
             off = float(np.abs(a - b).max()) / max(float(np.abs(b).max()), FLOOR * largest)
             assert a.shape == b.shape and off <= RTOL, f"{what}, step {step}: gradient of {p.name} is off by {off:.1e}"
@@ -88,12 +76,12 @@ def sharded(mesh, choose):
 
         def partition(name, cell, mesh):
             for key, p in cell._params.items():
-                if p is not None and not isinstance(p, DTensor):
+                if p is not None and not isinstance(p, md.DTensor):
                     if id(p) not in done:
-                        done[id(p)] = Parameter(distribute_tensor(p, mesh, choose(p)), name=p.name,
+                        done[id(p)] = Parameter(md.distribute_tensor(p, mesh, choose(p)), name=p.name,
                                                 requires_grad=p.requires_grad), p
                     cell._params[key] = done[id(p)][0]
-        distribute_module(model, mesh, partition)
+        md.distribute_module(model, mesh, partition)
     return transform
 
 
@@ -132,12 +120,12 @@ def ids(seed: int, *shape: int) -> Tensor:
 def styled(mesh, plan):
     """A transform: tensor parallel over tp by styles, data parallel over dp."""
     def transform(model):
-        parallelize_module(model, mesh["tp"], plan)
-        replicate(model, mesh=mesh["dp"])
+        md.parallelize_module(model, mesh["tp"], plan)
+        md.replicate(model, mesh=mesh["dp"])
     return transform
 
 
-COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
+COLUMNS, ROWS = md.ColwiseParallel(use_local_output=False), md.RowwiseParallel(use_local_output=False)
 
 
 @case(world_size=4, timeout=240)
@@ -149,7 +137,7 @@ def gpt2_in_any_layout(world):
 @case(world_size=4, timeout=240)
 def gpt2_tensor_parallel(world):
     grid = mesh_2d()
-    plan = {"wte": RowwiseParallel(input_layouts=R, use_local_output=False), "h.*.attn.c_attn": COLUMNS,
+    plan = {"wte": md.RowwiseParallel(input_layouts=R, use_local_output=False), "h.*.attn.c_attn": COLUMNS,
             "h.*.attn.c_proj": ROWS, "h.*.c_fc": COLUMNS, "h.*.c_proj": ROWS}
     for batch in sampled((4, 3), 2, 1):
         compare(GPT2, (ids(1, batch, 6), ids(2, batch, 6)), [S(0), R], grid, styled(grid, plan), f"styles, batch {batch}")
@@ -159,18 +147,18 @@ def gpt2_tensor_parallel(world):
 def qwen2_in_any_layout(world):
     labels = ids(2, 4, 6).asnumpy()
     labels[0, :5] = labels[2, 3] = -100  # unevenly over the batch
-    with implicit_replication():  # its rotary tables and its mask are plain tensors
+    with md.implicit_replication():  # its rotary tables and its mask are plain tensors
         everywhere(lambda: Qwen2(layers=1), (ids(1, 4, 6), Tensor(labels)), (0, 1))
 
 
 @case(world_size=4, timeout=240)
 def qwen2_tensor_parallel(world):
     grid = mesh_2d()
-    plan = {"embed_tokens": RowwiseParallel(input_layouts=R, use_local_output=False),
+    plan = {"embed_tokens": md.RowwiseParallel(input_layouts=R, use_local_output=False),
             "layers.*.self_attn.[qkv]_proj": COLUMNS, "layers.*.self_attn.o_proj": ROWS,
             "layers.*.mlp.gate_proj": COLUMNS, "layers.*.mlp.up_proj": COLUMNS, "layers.*.mlp.down_proj": ROWS,
-            "lm_head": ColwiseParallel(output_layouts=R, use_local_output=False)}
-    with implicit_replication():
+            "lm_head": md.ColwiseParallel(output_layouts=R, use_local_output=False)}
+    with md.implicit_replication():
         compare(Qwen2, (ids(1, 4, 6), ids(2, 4, 6)), [S(0), R], grid, styled(grid, plan), "styles")
 
 
