@@ -270,11 +270,19 @@ def test_what_the_library_refuses_is_one_message_of_a_script(capsys):
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+def chat(file: Path, talks, **how) -> DataConfig:
+    """A file of conversations, and of lines without any."""
+    file.write_text("\n\n".join(json.dumps({"messages": talk}) for talk in talks))
+    return DataConfig(path=str(file), format="chat", **how)
+
+
 def test_only_answers_have_labels(tmp_path):
     file = tmp_path / "chat.jsonl"
     talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}] for i in range(8)]
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    text = load_text(DataConfig(path=str(file), format="chat", held_out_every=4), 256, 64)
+    text = load_text(chat(file, talks, held_out_every=4), 256, 64)
     ids, labels = text.batch(0, 0, 6, 64)
     answers = sorted(bytes(row[row >= 0].astype(np.uint8)) for row in labels)
     assert answers == [b"yes %d<|end|>\n" % i for i in (0, 1, 2, 4, 5, 6)], "an epoch: each once"
@@ -283,9 +291,8 @@ def test_only_answers_have_labels(tmp_path):
     assert b"<|user|>" in ids[0].astype(np.uint8).tobytes() and not np.array_equal(text.batch(0, 1, 6, 64)[0], ids)
     held = text.held_out_batch(0, 1, 2, 64)[1]
     assert sorted(bytes(row[row >= 0].astype(np.uint8))[:5] for row in held) == [b"yes 3", b"yes 7"]
-    file.write_text('{"messages": 3}\n')
     with pytest.raises(ConfigError, match="line 1 is no conversation"):
-        load_text(DataConfig(path=str(file), format="chat"), 256, 64)
+        load_text(chat(file, [3]), 256, 64)
 
 
 @pytest.mark.parametrize("messages, says", [
@@ -294,19 +301,14 @@ def test_only_answers_have_labels(tmp_path):
     ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "'content' is no text"),
 ])
 def test_a_message_that_is_none_is_told_with_its_line(tmp_path, messages, says):
-    file = tmp_path / "chat.jsonl"
-    file.write_text('\n{"messages": []}\n' + json.dumps({"messages": messages}) + "\n")
     with pytest.raises(ConfigError, match="line 3 is no conversation") as caught:
-        load_text(DataConfig(path=str(file), format="chat"), 256, 64)
+        load_text(chat(tmp_path / "chat.jsonl", [[], messages]), 256, 64)
     assert says in str(caught.value) and "mend the line" in str(caught.value)
 
 
 def test_conversations_without_an_answer_are_counted(tmp_path, capsys):
-    file = tmp_path / "chat.jsonl"
-    answer = {"role": "assistant", "content": "b"}
-    talks = [[answer]] * 4 + [[], [{"role": "system", "content": "a"}], [{"role": "user", "content": "a" * 99}, answer]]
-    file.write_text("\n\n".join(json.dumps({"messages": talk}) for talk in talks))
-    text = load_text(DataConfig(path=str(file), format="chat", held_out_every=2), 256, 64)
+    talks = [[ANSWER]] * 4 + [[], [{"role": "system", "content": "a"}], [{"role": "user", "content": "a" * 99}, ANSWER]]
+    text = load_text(chat(tmp_path / "chat.jsonl", talks, held_out_every=2), 256, 64)
     said = capsys.readouterr().err
     assert "2 of 7 conversations" in said and "1 of 7 conversations" in said and "no answer within train.seq = 64" in said
     batches = text.held_out_batches(3, 64)
@@ -323,14 +325,12 @@ def said(call, *words: str) -> None:
 def test_a_checkpoint_knows_its_data_and_says_what_differs(made, tmp_path):
     """Settings and contents, of all three kinds; a checkpoint of before has four of the values."""
     out, t = made[1], TrainConfig(seq=32)
-    talk = [{"role": "assistant", "content": "b"}]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
-    chat, tokens = DataConfig(path=str(tmp_path / "chat.jsonl"), format="chat"), DataConfig(path=str(out))
+    talks, tokens = chat(tmp_path / "chat.jsonl", [[ANSWER]] * 40), DataConfig(path=str(out))
     text = DataConfig(path=str(made[0]))
-    kinds = [(chat, {"template": "chatml"}, ["template: plain in the checkpoint, chatml here"]),
-             (chat, {"held_out_every": 7}, ["held_out_every: 20"]), (tokens, {"documents": True}, ["documents: False"]),
+    kinds = [(talks, {"template": "chatml"}, ["template: plain in the checkpoint, chatml here"]),
+             (talks, {"held_out_every": 7}, ["held_out_every: 20"]), (tokens, {"documents": True}, ["documents: False"]),
              (text, {"held_out_every": 7}, ["held_out_every: 20", "text"]), (text, {"max_bytes": 5000}, ["text"]),
-             (chat, {"path": str(made[0]), "format": "text"}, ["format: chat", "plain in the checkpoint, not there"])]
+             (talks, {"path": str(made[0]), "format": "text"}, ["format: chat", "plain in the checkpoint, not there"])]
     for cfg, other, words in kinds:
         held = stream_values(t, load_text(cfg, 256, 32))
         check_same_data(t, load_text(cfg, 256, 32), held)
@@ -416,19 +416,16 @@ def test_a_full_disk_is_one_message(made, tmp_path, monkeypatch, capsys):
 
 def test_what_of_a_conversation_is_not_read_is_told(tmp_path, capsys):
     file = tmp_path / "chat.jsonl"
-    answer = {"role": "assistant", "content": "b"}
-    talks = [[answer]] * 4 + [[{**answer, "weight": 0}, {**answer, "content": "c", "weight": 1, "name": "x"}],
-                              [{**answer, "content": "d" * 99}], [{**answer, "tool_calls": []}]]
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    cfg = DataConfig(path=str(file), format="chat", held_out_every=7)
+    talks = [[ANSWER]] * 4 + [[{**ANSWER, "weight": 0}, {**ANSWER, "content": "c", "weight": 1, "name": "x"}],
+                              [{**ANSWER, "content": "d" * 99}], [{**ANSWER, "tool_calls": []}]]
+    cfg = chat(file, talks, held_out_every=7)
     text, told = load_text(cfg, 256, 64), capsys.readouterr().err
     assert "1 of 7 conversations" in told and "answers beyond train.seq = 64 tokens: cut off" in told
     assert "role, content, weight are read, and not name" in told and "tool_calls" not in told
     ids, counted = text.train[4]
     assert bytes(i for i, c in zip(ids, counted) if c) == b"c<|end|>\n"
-    for message, says in (({**answer, "content": "", "tool_calls": [{"x": 1}]}, "'tool_calls'"),
-                          ({**answer, "weight": 0.5}, "'weight' is 0.5")):
-        file.write_text(json.dumps({"messages": [message]}))
-        said(lambda: load_text(cfg, 256, 64), "line 1 is no conversation", says)
+    for message, says in (({**ANSWER, "content": "", "tool_calls": [{"x": 1}]}, "'tool_calls'"),
+                          ({**ANSWER, "weight": 0.5}, "'weight' is 0.5")):
+        said(lambda message=message: load_text(chat(file, [[message]]), 256, 64), "line 1 is no conversation", says)
     file.write_text('{"messages":[{"role":"assistant","content":"one","content":"two"}]}')
     said(lambda: load_text(cfg, 256, 64), "line 1 is no conversation", "'content' is there twice")

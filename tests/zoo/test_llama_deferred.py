@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.model import Llama, init_weights
+from model_zoo.llama.parallelize import make_mesh
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor.comm import fake_world
 
 pytestmark = pytest.mark.usefixtures("cpu")
 LAYOUTS = {"fsdp": ParallelConfig(8, 1, fsdp=True), "hsdp": ParallelConfig(8, 1, fsdp=True, hsdp=2),
@@ -18,17 +22,11 @@ LAYOUTS = {"fsdp": ParallelConfig(8, 1, fsdp=True), "hsdp": ParallelConfig(8, 1,
 
 def trainer(model: ModelConfig, parallel: ParallelConfig, rank: int):
     """As `train.py` makes it, on one rank of eight."""
-    from model_zoo.llama.parallelize import make_mesh
-    from model_zoo.llama.trainer import Trainer
-
     return Trainer(Config(model=model, parallel=parallel, train=TrainConfig(seed=5)), None, make_mesh("cpu", parallel))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_are_those_of_the_eager_model(layout):
-    from model_zoo.llama.model import Llama, init_weights
-    from ms_dtensor.comm import fake_world
-
     # 37 rows and 40 columns: uneven shards, and empty ones
     cfg = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=40, vocab_size=37, qkv_bias=True)
     eager = Llama(cfg)
@@ -45,8 +43,6 @@ def test_shards_are_those_of_the_eager_model(layout):
 
 @pytest.mark.parametrize("parallel", [LAYOUTS["fsdp"], ParallelConfig(pp=8)], ids=["fsdp", "pp"])
 def test_no_rank_ever_holds_the_model(parallel):
-    from ms_dtensor.comm import fake_world
-
     def most() -> int:
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 

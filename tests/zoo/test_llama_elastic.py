@@ -61,9 +61,16 @@ class Machines(dict):
             thread.join(30)
         return told
 
-    def end(self):
-        for one in self.values():
-            one.leave("left")
+    def waiting(self, name):
+        """What one that has to wait is told, once it is told, and its thread."""
+        told: dict = {}
+        thread = threading.Thread(target=lambda: told.update(self.meet(name)))
+        thread.start()
+        return told, thread
+
+    def leave(self, names, how="left"):
+        for name in names:
+            self[name].leave(how)
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def machines(quick, tmp_path):
         return made[-1]
     yield make
     for one in made:
-        one.end()
+        one.leave(one)
 
 
 def soon(what, seconds=10.0):
@@ -132,9 +139,7 @@ def test_a_machine_whose_network_is_cut_is_named_and_stays_out_until_it_is_back(
     assert soon(lambda: m["a"].lost(1)) == "machine b at 127.0.0.1 is cut off: it gives signs, and was not reached for 2 s"
     for name in "ab":
         m[name].say("failed", 1)
-    waits: dict = {}
-    thread = threading.Thread(target=lambda: waits.update(m.meet("b")))
-    thread.start()
+    waits, thread = m.waiting("b")
     assert m.meet("a")["a"][1].count == 1 and not waits
     monkeypatch.setattr(meeting.socket, "create_connection", connect)
     time.sleep(2 * meeting.LOST)
@@ -151,15 +156,13 @@ def test_only_those_begin_who_all_reach_each_other(machines):
     m["a"]._listener.close()
     told = m.meet("bc")
     assert [(told[name][1].count, told[name][1].rank) for name in "bc"] == [(2, 0), (2, 1)]
-    waits = threading.Thread(target=m.meet, args=("a",))
-    waits.start()
+    _, thread = m.waiting("a")
     time.sleep(1)
     m["b"].say("failed", 1)
     m["c"].say("failed", 1)
     assert [nodes.count for _, nodes in m.meet("bc").values()] == [2, 2]
-    m["b"].leave("done")
-    m["c"].leave("done")
-    waits.join(10)
+    m.leave("bc", "done")
+    thread.join(10)
 
 
 def test_too_few_and_unlike_commands_are_refused(machines):
@@ -176,9 +179,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(machines):
     m = machines("ab", counts=(1, 2), command="first")
     assert [nodes.count for _, nodes in m.meet("ab").values()] == [2, 2]
     m.come("c", command="first")  # stands by: the run can be of two
-    waits: dict = {}
-    thread = threading.Thread(target=lambda: waits.update(m.meet("c")))
-    thread.start()
+    waits, thread = m.waiting("c")
     m.come("x", command="second")
     error = m.meet("x")["x"]
     assert isinstance(error, ConfigError)
@@ -190,27 +191,22 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(machines):
     assert soon(lambda: all("y" in m[name]._living() for name in "abc"))
     told = m.meet("ab")
     assert [nodes.count for _, nodes in told.values()] == [2, 2] and not waits, told
-    m["a"].leave("done")
-    m["b"].leave("done")
+    m.leave("ab", "done")
     thread.join(10)
     assert waits == {"c": None}
-    for name in "cxy":
-        m[name].leave("left")
+    m.leave("cxy")
     m.come("z", command="second")  # the folder is free: what ended there is not this run's end
     assert m.meet("z")["z"][0] == 3
 
 
 def test_more_machines_than_a_run_can_be_of_stand_by_and_leave_when_it_is_done(machines):
     m = machines("abc", counts=(1, 2))
-    waits: dict = {}
-    thread = threading.Thread(target=lambda: waits.update(m.meet("c")))
     told = m.meet("ab")
-    thread.start()
+    waits, thread = m.waiting("c")
     assert [nodes.count for _, nodes in told.values()] == [2, 2]
     time.sleep(0.5)
     assert not waits
-    m["a"].leave("done")
-    m["b"].leave("done")
+    m.leave("ab", "done")
     thread.join(10)
     assert waits == {"c": None}
 
@@ -339,19 +335,14 @@ def test_a_machine_is_lost_and_one_comes_back(tmp_path):
             one.end()
 
 
-@pytest.mark.parametrize("seconds", ["nan", "-3", "0", "inf"])
-def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--nodes", "1:2", "--nodes_timeout", seconds])
+@pytest.mark.parametrize(("option", "value", "said"), [
+    *(("--nodes_timeout", seconds, "no number of seconds above 0") for seconds in ("nan", "-3", "0", "inf")),
+    ("--nnodes", "2", "leave --nnodes and NNODES out")])
+def test_what_does_not_go_with_numbers_of_machines_is_refused(option, value, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--nodes", "1:2", option, value])
     with pytest.raises(SystemExit) as end:
         launch.main()
-    assert end.value.code == 2 and "no number of seconds above 0" in capsys.readouterr().err
-
-
-def test_nothing_of_it_starts_with_numbers_of_machines_too(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--nodes", "1:2", "--nnodes", "2"])
-    with pytest.raises(SystemExit) as end:
-        launch.main()
-    assert end.value.code == 2 and "leave --nnodes and NNODES out" in capsys.readouterr().err
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_signal_lets_the_others_know_first():

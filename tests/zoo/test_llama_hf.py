@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 
+import mindspore as ms
 import numpy as np
 import pytest
 
 from model_zoo.llama import hf
 from model_zoo.llama.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from model_zoo.llama.configio import dump, load
+from model_zoo.llama.data import load_text
+from model_zoo.llama.model import Llama, init_weights
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor.checkpoint.key_map import translate
 from ms_dtensor.errors import ConfigError
 
 BASE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -107,9 +112,6 @@ def test_options_that_no_published_kind_has_together_are_refused():
 
 def test_a_run_begins_with_published_weights(tmp_path, cpu):
     """Saved by one run's trainer, loaded by another's: its sizes come from the folder, and its first loss is the same."""
-    from model_zoo.llama.data import load_text
-    from model_zoo.llama.trainer import Trainer
-
     options = ["--train.seq", "16", "--train.batch", "2", "--data.max_bytes", "20000"]
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "qk_norm": True, "tied_head": True}
     cfg, _ = load([*options, *(w for key, value in sizes.items() for w in (f"--model.{key}", str(value)))], 1)
@@ -128,11 +130,6 @@ def test_a_run_begins_with_published_weights(tmp_path, cpu):
 
 
 def test_mindformers_names_are_known(tmp_path, cpu):
-    import mindspore as ms
-
-    from model_zoo.llama.model import Llama, init_weights
-    from ms_dtensor.checkpoint.key_map import translate
-
     cfg = ModelConfig(**SIZES)
     model, other, third = Llama(cfg), Llama(cfg), Llama(cfg)
     init_weights(model, 4)

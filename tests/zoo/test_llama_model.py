@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor, nn
 
+from model_zoo.llama import at_once, cpu
+from model_zoo.llama.at_once import compile_products
 from model_zoo.llama.config import ModelConfig, RopeScaling
+from model_zoo.llama.cpu import compile_attention
+from model_zoo.llama.layers import FeedForward
+from model_zoo.llama.model import Llama, cross_entropy, init_weights
+from model_zoo.llama.rope import rope_frequencies
+from ms_dtensor.dispatch.recording import HeldRecording, Recording
+from ms_dtensor.errors import OpRuleError
 from tests.zoo import reference_llama
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -28,8 +38,6 @@ MODELS = {
 
 
 def build(cfg: ModelConfig, seq: int, seed: int = 3):
-    from model_zoo.llama.model import Llama, init_weights
-
     model = Llama(cfg)
     init_weights(model, seed, std=0.3)  # large, so that attention is far from uniform
     draw = np.random.default_rng(seed)
@@ -49,10 +57,6 @@ def weights_of(model) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_equals_the_reference(name):
-    from mindspore import Tensor
-
-    from model_zoo.llama.rope import rope_frequencies
-
     cfg = MODELS[name]
     model, ids = build(cfg, 12), ids_of(cfg, 2, 12)
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
@@ -64,13 +68,6 @@ def test_forward_equals_the_reference(name):
 
 @pytest.mark.parametrize("name", ["grouped-query", "multi-query, tied head"])
 def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
-    import mindspore as ms
-    from mindspore import Tensor
-
-    from model_zoo.llama.at_once import compile_products
-    from model_zoo.llama.cpu import compile_attention
-    from model_zoo.llama.model import cross_entropy
-
     cfg, results = MODELS[name], []
     ids = ids_of(cfg, 2, 13)
     for compiled in (False, True):
@@ -86,14 +83,6 @@ def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
 
 
 def test_products_at_once_are_those_one_by_one_and_leave_held_ones_alone():
-    import mindspore as ms
-    from mindspore import Tensor
-
-    from model_zoo.llama import at_once
-    from model_zoo.llama.layers import FeedForward
-    from ms_dtensor.dispatch.recording import HeldRecording, Recording
-    from ms_dtensor.errors import OpRuleError
-
     rng, cell = np.random.default_rng(5), FeedForward(6, 10)
     for p in cell.trainable_params():
         p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
@@ -123,11 +112,6 @@ def test_products_at_once_are_those_one_by_one_and_leave_held_ones_alone():
 
 def test_products_at_once_leave_cells_alone_that_are_hooked_or_replaced():
     """A hook on a layer is called, and another cell in its place computes what it computes."""
-    import mindspore as ms
-    from mindspore import Tensor, nn
-
-    from model_zoo.llama.at_once import compile_products
-
     cfg = MODELS["grouped-query"]
     ids = Tensor(ids_of(cfg, 2, 5))
 
@@ -167,11 +151,6 @@ def test_products_at_once_leave_cells_alone_that_are_hooked_or_replaced():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_at_once_sees_documents_and_windows(window):
-    import mindspore as ms
-    from mindspore import Tensor
-
-    from model_zoo.llama import cpu
-
     cfg, rng = replace(MODELS["grouped-query"], sliding_window=window), np.random.default_rng(4)
     places = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3, 0]], np.int32)
     *qkv, dout = (Tensor(rng.normal(size=(2, 7, heads, cfg.head_dim)).astype(np.float32))
@@ -188,8 +167,6 @@ def test_attention_at_once_sees_documents_and_windows(window):
 
 
 def test_a_short_input_uses_the_head_of_the_tables():
-    from mindspore import Tensor
-
     cfg = MODELS["grouped-query"]
     ids = ids_of(cfg, 1, 12)
     model = build(cfg, 12)
@@ -208,11 +185,6 @@ def test_parameter_names_are_metas():
 
 
 def test_tied_head_is_one_parameter_with_both_gradients():
-    import mindspore as ms
-    from mindspore import Tensor
-
-    from model_zoo.llama.model import cross_entropy
-
     cfg = MODELS["multi-query, tied head"]
     model, ids = build(cfg, 6), Tensor(ids_of(cfg, 2, 6))
     assert model.output.weight is model.tok_embeddings.weight
@@ -243,8 +215,6 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 def test_rope_scaling_is_llama3s():
     """Against the three published branches, written out; all three occur."""
-    from model_zoo.llama.rope import rope_frequencies
-
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
     plain = rope_frequencies(128, 500000.0, None)
     assert np.allclose(plain, 1.0 / 500000.0 ** (np.arange(0, 128, 2) / 128), rtol=1e-12)
@@ -267,10 +237,6 @@ def test_rope_scaling_is_llama3s():
 
 @pytest.mark.parametrize("ignored", [0, 3])
 def test_cross_entropy_equals_numpy(ignored):
-    from mindspore import Tensor
-
-    from model_zoo.llama.model import cross_entropy
-
     draw = np.random.default_rng(5)
     logits = draw.standard_normal((8, 11)).astype(np.float32) * 3
     labels = draw.integers(0, 11, (2, 4)).astype(np.int32)

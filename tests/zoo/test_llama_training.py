@@ -11,7 +11,10 @@ import pytest
 
 from model_zoo.llama.configio import load
 from model_zoo.llama.data import check_same_data, load_text, stream_values
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor import init_device_mesh
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.internals.target import rehearsal
 
 pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +31,6 @@ def tiny(**options):
 
 def trained(cfg, on_mesh: bool):
     """Losses of three steps, the first one's gradients, and the held-out loss."""
-    from model_zoo.llama.trainer import Trainer
-    from ms_dtensor import init_device_mesh
-
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")) if on_mesh else None
     trainer = Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), mesh)
     _, grads = trainer.gradients(*trainer.batch(0))
@@ -52,9 +52,6 @@ def test_micro_batches_and_recompute_change_no_number(options, on_mesh):
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["plain", "mesh"])
 def test_a_batch_that_grows_is_as_large_as_it_says(on_mesh):
     """Each step's loss and gradients are those of a whole batch of that size."""
-    from model_zoo.llama.trainer import Trainer
-    from ms_dtensor import init_device_mesh
-
     def made(**options):
         cfg = tiny(batch=8, **options)
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")) if on_mesh else None
@@ -112,9 +109,6 @@ def test_the_quickstart_in_bfloat16_follows_float32_and_pytorchs():
 
 
 def test_what_a_device_cannot_run_is_refused_before_anything_is_made():
-    from model_zoo.llama.trainer import Trainer
-    from ms_dtensor.internals.target import rehearsal
-
     with pytest.raises(ConfigError, match="plain tensors of bfloat16"):
         Trainer(tiny(dtype="bfloat16"), None, None)
     with rehearsal("Ascend"):

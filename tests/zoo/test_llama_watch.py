@@ -14,10 +14,17 @@ import numpy as np
 import pytest
 import yaml
 
+from model_zoo.llama import trainer as module
 from model_zoo.llama.config import ExpertsConfig, ModelConfig
 from model_zoo.llama.configio import load
 from model_zoo.llama.data import load_text
 from model_zoo.llama.flops import flops_per_token, seen, weights_in_products
+from model_zoo.llama.model import Llama
+from model_zoo.llama.report import Reporter
+from model_zoo.llama.train import prepare, run
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor import DTensor, Router
+from ms_dtensor.dispatch.dispatcher import dispatch
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools import cli, trackers
 from ms_dtensor.tools.guard import Diverged
@@ -28,8 +35,6 @@ TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--data.max
 
 
 def train(folder: Path, *options: str) -> list[dict]:
-    from model_zoo.llama.train import run
-
     run([*TINY, "--train.log_dir", str(folder), *options])
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -60,8 +65,6 @@ def test_a_step_records_what_the_page_promises(tmp_path, cpu, capsys):
 
 def test_the_load_of_experts_is_told_and_who_gets_nothing(tmp_path, cpu, capsys, monkeypatch):
     """Choices of the last expert go to the one before it, so that it has none; two steps are the limit."""
-    from ms_dtensor import Router
-
     right = Router.construct
     monkeypatch.setattr(Router, "construct", lambda self, *args: (
         lambda weights, chosen: (weights, chosen - (chosen == 3).astype(chosen.dtype)))(*right(self, *args)))
@@ -87,16 +90,12 @@ def test_a_window_of_steps_is_profiled(tmp_path, cpu):
     names = [e["name"] for e in ops]
     assert names.count("Gather") == 1 and names.count("RmsNorm") == 3 and "MatMul" in names, "a layer's two, the last"
     assert all(e["dur"] >= 0 for e in ops)
-    from ms_dtensor import DTensor
-    from ms_dtensor.dispatch.dispatcher import dispatch
     assert DTensor.__fallback__ is dispatch
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"n_kv_heads": 2, "head_width": 24}, {"tied_head": True}], ids=str)
 def test_weights_in_products_are_those_of_the_model(options, cpu):
-    from model_zoo.llama.model import Llama
-
     m = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=options.pop("n_kv_heads", 4), ffn_dim=96, **options)
     products = {p.name: int(np.prod(p.shape)) for p in Llama(m).trainable_params() if p.ndim == 2}
     tables = 0 if m.tied_head else 1  # a table that is also the head is multiplied with
@@ -120,8 +119,6 @@ def test_what_a_token_sees_is_counted(window):
 
 # -- guard -------------------------------------------------------------------------------------------------------------
 def trainer(**guard):
-    from model_zoo.llama.trainer import Trainer
-
     cfg = load([*TINY, "--train.steps", "20"], 1)[0]
     cfg = replace(cfg, guard=replace(cfg.guard, **guard))
     made = Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), None)
@@ -161,8 +158,6 @@ def test_a_run_of_no_numbers_ends(cpu, monkeypatch):
 
 
 def test_what_the_guard_says_is_recorded(tmp_path, cpu, monkeypatch, capsys):
-    from model_zoo.llama import trainer as module
-
     class Strict(module.Guard):
         def _judge(self, step, loss, norm):
             return module.Verdict("warn", "a spike") if step == 1 else module.Verdict("go")
@@ -189,15 +184,11 @@ def test_one_tracker_is_a_list_of_one():
 
 
 def test_a_profile_beyond_the_last_step_is_refused(tmp_path):
-    from model_zoo.llama.train import prepare
-
     with pytest.raises(ConfigError, match="profile.first is beyond the run"):
         prepare([*TINY, "--train.steps", "3", "--profile.first", "4", "--train.log_dir", str(tmp_path)], 1)
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
-    from model_zoo.llama.train import prepare
-
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         prepare([*TINY, "--train.log_dir", str(tmp_path / "file/run")], 1)
@@ -220,8 +211,6 @@ class Buffered:
 
 @pytest.mark.parametrize("steps", [1, 9])
 def test_a_tracker_whose_disk_is_full_is_one_message_when_it_writes(tmp_path, monkeypatch, steps):
-    from model_zoo.llama.report import Reporter
-
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Buffered)
     monkeypatch.setattr(trackers, "check", lambda names: None)
     cfg = load([*TINY, "--train.log_dir", str(tmp_path)], 1)[0]
@@ -238,8 +227,6 @@ def test_a_tracker_whose_disk_is_full_is_one_message_when_it_writes(tmp_path, mo
 
 
 def test_a_line_that_no_log_has_room_for_is_one_message(tmp_path, monkeypatch):
-    from model_zoo.llama.report import Reporter
-
     report = Reporter(load([*TINY, "--train.log_dir", str(tmp_path)], 1)[0], 1, True, None, "cpu")
     full = open("/dev/full", "w")  # noqa: SIM115  its end fails, too
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="(?s)cannot be written.*No space left.*df -h"):

@@ -8,8 +8,17 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
+
+from model_zoo.llama.config import OptimConfig
+from model_zoo.llama.trainer import schedule
+from ms_dtensor import distribute_module, init_device_mesh, optim
+from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.internals.target import rehearsal
+from ms_dtensor.optim import EMA, SGD, Adafactor, AdamW, Muon, clip_grad_norm_, cosine, linear, step_if_finite, wsd
 
 pytestmark = pytest.mark.usefixtures("cpu")
 SHAPES = ((3, 5), (7,), (300, 200), (2, 4, 3), ())
@@ -72,9 +81,6 @@ def drawn(shapes=SHAPES, steps=STEPS, seed=0):
 
 
 def stepped(build, dtype="float32", **options):
-    import mindspore as ms
-    from mindspore import Parameter, Tensor
-
     start, *steps = drawn(**options)
     kind = getattr(ms, dtype)
     params = [Parameter(Tensor(v).astype(kind), name=f"p{i}") for i, v in enumerate(start)]
@@ -96,32 +102,28 @@ def check(build, reference, shapes=SHAPES, close=CLOSE):
 
 @pytest.fixture(params=["host", "device"])
 def branch(request):
-    from ms_dtensor.internals.target import rehearsal
     with nullcontext() if request.param == "host" else rehearsal("GPU"):
         yield request.param
 
 
-@pytest.mark.parametrize("options", [{}, {"mu": 0.9}, {"mu": 0.9, "decay": 0.1}, {"mu": 0.8, "nesterov": True}], ids=str)
-def test_sgd_equals_numpy(branch, options):
-    from ms_dtensor.optim import SGD
-
-    ours = {{"mu": "momentum", "decay": "weight_decay"}.get(k, k): v for k, v in options.items()}
-    check(lambda ps: SGD(ps, 0.1, **ours), lambda w, g: sgd(w, g, 0.1, **options))
+MATRICES = ((3, 5), (60, 40), (8, 8))
+OURS = {"mu": "momentum", "decay": "weight_decay", "scale": "adjust_lr_fn"}  # the papers' words
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": 0.5, "decay": 0.1}, {"d": 0.5, "eps": (1e-3, 0.1)}], ids=str)
-def test_adafactor_equals_the_paper(branch, options):
-    from ms_dtensor.optim import Adafactor
-
-    ours = {{"decay": "weight_decay"}.get(k, k): v for k, v in options.items()}
-    check(lambda ps: Adafactor(ps, **ours), lambda w, g: adafactor(w, g, **options))
+@pytest.mark.parametrize(("kind", "options"), [
+    *((SGD, {"lr": 0.1} | more) for more in ({}, {"mu": 0.9}, {"mu": 0.9, "decay": 0.1}, {"mu": 0.8, "nesterov": True})),
+    *((Adafactor, more) for more in ({}, {"lr": 0.5, "decay": 0.1}, {"d": 0.5, "eps": (1e-3, 0.1)})),
+    *((Muon, {"lr": 0.1} | more) for more in ({}, {"nesterov": False, "decay": 0.0}, {"scale": "original"},
+                                              {"scale": "match_rms_adamw", "mu": 0.8}))],
+    ids=lambda x: str(x) if isinstance(x, dict) else x.__name__)
+def test_steps_equal_numpy(branch, kind, options):
+    reference, shapes, close = {SGD: (sgd, SHAPES, CLOSE), Adafactor: (adafactor, SHAPES, CLOSE),
+                                Muon: (muon, MATRICES, 2e-5)}[kind]
+    check(lambda ps: kind(ps, **{OURS.get(k, k): v for k, v in options.items()}),
+          lambda w, g: reference(w, g, **options), shapes, close)
 
 
 def test_adafactor_keeps_rows_and_columns_and_survives_a_row_without_gradient(branch):
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor.optim import Adafactor
-
     param = Parameter(Tensor(np.ones((50, 40), np.float32)), name="w")
     optimizer = Adafactor([param])
     grad = np.ones((50, 40), np.float32)
@@ -133,28 +135,11 @@ def test_adafactor_keeps_rows_and_columns_and_survives_a_row_without_gradient(br
     assert np.isfinite(value).all() and (value[3] == 1).all() and (value[4, 4] < 1)
 
 
-MATRICES = ((3, 5), (60, 40), (8, 8))
-
-
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "decay": 0.0}, {"scale": "match_rms_adamw", "mu": 0.8},
-                                     {"scale": "original"}],
-                         ids=str)
-def test_muon_equals_numpy(branch, options):
-    from ms_dtensor.optim import Muon
-
-    ours = {{"mu": "momentum", "decay": "weight_decay", "scale": "adjust_lr_fn"}.get(k, k): v for k, v in options.items()}
-    check(lambda ps: Muon(ps, 0.1, **ours), lambda w, g: muon(w, g, 0.1, **options), MATRICES, 2e-5)
-
-
 def test_muon_leaves_the_others_to_adamw(branch):
-    from ms_dtensor.optim import AdamW, Muon, cosine
-
     schedule, shapes = cosine(STEPS), ((3, 5), (7,), (2, 2, 3), (4, 6))
     got, _ = stepped(lambda ps: Muon([{"params": ps[:3]}, {"params": ps[3:], "use_muon": False, "lr": 0.05}], 0.1,
                                      adamw={"lr": 0.01, "weight_decay": 0.3}, schedule=schedule), shapes=shapes)
     start, *steps = drawn(shapes)
-    import mindspore as ms
-
     params = [ms.Parameter(ms.Tensor(v), name=f"p{i}") for i, v in enumerate(start)]
     others, last = AdamW(params[1:3], 0.01, weight_decay=0.3), AdamW(params[3:], 0.05, weight_decay=0.3)
     for step, grads in enumerate(steps):
@@ -169,13 +154,14 @@ def test_muon_leaves_the_others_to_adamw(branch):
 OPTIMIZERS = {"SGD": {"lr": 0.1, "momentum": 0.9}, "Adafactor": {}, "Muon": {"lr": 0.1}, "AdamW": {"lr": 0.1}}
 
 
+def build_of(name):
+    return lambda ps: getattr(optim, name)(ps, **OPTIMIZERS[name])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_parameters_of_other_dtypes(name, dtype, branch):
-    from ms_dtensor import optim
-
-    build = lambda ps: getattr(optim, name)(ps, **OPTIMIZERS[name])  # noqa: E731
-    shapes = ((6, 5), (60, 40), (0, 4))
+    build, shapes = build_of(name), ((6, 5), (60, 40), (0, 4))
     got, optimizer = stepped(build, dtype, shapes=shapes)
     want, _ = stepped(build, shapes=shapes)
     for g, w in zip(got, want, strict=True):
@@ -185,11 +171,6 @@ def test_parameters_of_other_dtypes(name, dtype, branch):
 
 
 def test_small_steps_of_16_bits_add_up_and_loaded_weights_count(branch):
-    import mindspore as ms
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor.optim import SGD
-
     param = Parameter(Tensor(np.ones(3, np.float32)).astype(ms.bfloat16), name="w")
     optimizer = SGD([param], lr=1e-3)
     grad = Tensor(np.ones(3, np.float32)).astype(ms.bfloat16)
@@ -203,13 +184,7 @@ def test_small_steps_of_16_bits_add_up_and_loaded_weights_count(branch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_saved_and_loaded(name):
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor import optim
-    from ms_dtensor.errors import LayoutError
-
-    build = lambda ps: getattr(optim, name)(ps, **OPTIMIZERS[name])  # noqa: E731
-    shapes = ((6, 5), (7,))
+    build, shapes = build_of(name), ((6, 5), (7,))
     start, *steps = drawn(shapes, 6)
 
     def run(params, optimizer, steps):
@@ -239,10 +214,6 @@ def test_state_is_saved_and_loaded(name):
 
 
 def test_groups_options_and_schedules():
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor.optim import SGD, linear
-
     params = [Parameter(Tensor(np.ones(2, np.float32)), name=n) for n in "abc"]
     optimizer = SGD([{"params": params[:1]}, {"params": params[1:2], "lr": 0.5},
                      {"params": params[2:], "weight_decay": 1.0}], lr=0.1, schedule=linear(2))
@@ -285,10 +256,6 @@ def test_groups_options_and_schedules():
     (lambda o, p: o.clip_grad_norm_([p], 1.0, math.nan), "'norm_type' = nan is out of range"),
 ])
 def test_refusals(build, text):
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor import optim
-
     with pytest.raises(ValueError, match=text):
         build(optim, Parameter(Tensor(np.ones((2, 2), np.float32)), name="w"))
 
@@ -296,20 +263,11 @@ def test_refusals(build, text):
 @pytest.mark.parametrize("dtype", ["complex64", "int32", "bool_"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor", "Muon", "EMA"])
 def test_what_no_step_can_move_is_refused(name, dtype):
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor import optim
-    from ms_dtensor.errors import ConfigError
-
     with pytest.raises(ConfigError, match="the parameter 'w' is not of real numbers"):
         getattr(optim, name)([Parameter(Tensor(np.ones((2, 2), getattr(np, dtype))), name="w")])
 
 
 def test_adafactor_says_nothing_of_an_empty_matrix(branch):
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor.optim import Adafactor
-
     params = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"w{shape}") for shape in ((3, 0), (0, 3), (2, 2))]
     with np.errstate(all="raise"):
         Adafactor(params)([Tensor(np.ones(p.shape, np.float32)) for p in params])
@@ -318,10 +276,6 @@ def test_adafactor_says_nothing_of_an_empty_matrix(branch):
 
 @pytest.mark.parametrize("at", [0, -1])
 def test_the_extreme_norms(at, branch):
-    from mindspore import Tensor
-
-    from ms_dtensor.optim import clip_grad_norm_
-
     values = [np.float32([[3, -0.5], [-7, 2]]), np.float32([0.25, 4])]
     for p, want in ((math.inf, 7.0), (-math.inf, 0.25)):
         assert float(clip_grad_norm_(map(Tensor, values), math.inf, p)) == want
@@ -334,23 +288,12 @@ def test_the_extreme_norms(at, branch):
 
 
 def test_the_norm_of_large_gradients_is_finite():
-    from mindspore import Tensor
-
-    from ms_dtensor.optim import clip_grad_norm_
-
     grads = [Tensor(np.full((40, 1000), 1e30, np.float32)), Tensor(np.float32([2.0]))]
     assert clip_grad_norm_(grads, 1.0) == pytest.approx(2e32)
     assert np.allclose(grads[0].asnumpy(), 5e-3)
 
 
 def test_parameters_from_before_the_model_was_distributed_are_refused():
-    import mindspore as ms
-    from mindspore import nn
-
-    from ms_dtensor import distribute_module, init_device_mesh
-    from ms_dtensor.errors import ConfigError
-    from ms_dtensor.optim import EMA, SGD
-
     net = nn.Dense(2, 2)
     optimizer, ema = SGD(net.trainable_params()), EMA(net.trainable_params())
     distribute_module(net, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
@@ -362,10 +305,8 @@ def test_parameters_from_before_the_model_was_distributed_are_refused():
 
 
 def test_schedules():
-    from ms_dtensor.optim import cosine, linear, wsd
-
-    for schedule in (cosine(10, warmup=3, low=0.2), linear(10, warmup=3, low=0.2), wsd(10, warmup=3, decay=4, low=0.2)):
-        factors = [schedule(step) for step in range(12)]
+    for factor in (cosine(10, warmup=3, low=0.2), linear(10, warmup=3, low=0.2), wsd(10, warmup=3, decay=4, low=0.2)):
+        factors = [factor(step) for step in range(12)]
         assert factors[:3] == pytest.approx([1 / 3, 2 / 3, 1.0]) and factors[3] == 1.0
         assert all(a >= b for a, b in zip(factors[3:], factors[4:])) and factors[10] == factors[11] == pytest.approx(0.2)
     assert wsd(10, warmup=3, decay=4)(6) == 1.0 and wsd(10, decay=0)(9) == 1.0
@@ -374,9 +315,6 @@ def test_schedules():
 
 
 def test_the_recipes_schedule_warms_up_and_decays():
-    from model_zoo.llama.config import OptimConfig
-    from model_zoo.llama.trainer import schedule
-
     rates = [schedule(OptimConfig(warmup=4, min_lr_ratio=0.1), 20)(step) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert all(a > b for a, b in zip(rates[4:], rates[5:])) and 0.1 < rates[-1] < 0.12
@@ -385,10 +323,6 @@ def test_the_recipes_schedule_warms_up_and_decays():
 
 
 def test_schedules_fit_mindspores_optimizers():
-    from mindspore import Parameter, Tensor, nn
-
-    from ms_dtensor.optim import SGD, wsd
-
     schedule, params = wsd(4, decay=2, warmup=1), [Parameter(Tensor(np.ones(3, np.float32)), name=n) for n in "ab"]
     theirs, ours = nn.SGD(params[:1], [0.1 * schedule(s) for s in range(4)]), SGD(params[1:], 0.1, schedule=schedule)
     for _ in range(4):
@@ -399,11 +333,6 @@ def test_schedules_fit_mindspores_optimizers():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mean_is_swapped_in_and_out(branch, dtype):
-    import mindspore as ms
-    from mindspore import Parameter, Tensor
-
-    from ms_dtensor.optim import EMA
-
     (start, *steps), kind = drawn(((4, 5), (70000,), (), (0, 3))), getattr(ms, dtype)
     params = [Parameter(Tensor(v).astype(kind), name=f"p{i}") for i, v in enumerate(start)]
     ema, want = EMA(params, 0.75), [p.astype(ms.float32).asnumpy().astype(np.float64) for p in params]
@@ -429,10 +358,6 @@ def test_the_mean_is_swapped_in_and_out(branch, dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_is_left_out(bad):
-    from mindspore import Parameter, Tensor, nn
-
-    from ms_dtensor.optim import SGD, step_if_finite
-
     for build in (lambda ps: SGD(ps, 0.1, momentum=0.9), lambda ps: nn.SGD(ps, 0.1, momentum=0.9)):
         params = [Parameter(Tensor(np.ones(3, np.float32)), name=n) for n in "ab"]
         optimizer = build(params)
