@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.launch import environment, msrun_command  # noqa: E402
-from ms_dtensor.tools.ranks import guarded  # noqa: E402
+from ms_dtensor.tools.ranks import guarded, world_size  # noqa: E402
 
 LIMIT = 30.0
 TRAIN = [str(ROOT / "model_zoo/llama/train.py"), "--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml")]
@@ -30,47 +30,24 @@ COMMANDS = {
 }
 
 
-def pattern_without_match(mesh):
-    from mindspore import nn
-
-    from ms_dtensor import ColwiseParallel, parallelize_module
-    parallelize_module(nn.SequentialCell(nn.Dense(4, 4)), mesh, {"layer.*": ColwiseParallel()})
-
-
-def wrong_number_of_placements(mesh):
-    from mindspore import ops
-
-    from ms_dtensor import Shard, distribute_tensor
-    distribute_tensor(ops.ones((4, 4)), mesh, [Shard(0), Shard(1)])
-
-
-def shard_dim_out_of_range(mesh):
-    from mindspore import ops
-
-    from ms_dtensor import Shard, distribute_tensor
-    distribute_tensor(ops.ones((4, 4)), mesh, [Shard(2)])
-
-
-def plain_meets_dtensor(mesh):
-    from mindspore import ops
-
-    from ms_dtensor import Shard, distribute_tensor
-    distribute_tensor(ops.ones((4, 4)), mesh, [Shard(0)]) * ops.ones((4, 4))
-
-
-CALLS = {
-    "a pattern that matches no cell": (pattern_without_match, "matches no cell"),
-    "a wrong number of placements": (wrong_number_of_placements, "one placement per mesh axis"),
-    "a Shard dim out of range": (shard_dim_out_of_range, "dims -2 to 1"),
-    "a plain Tensor mixed with a DTensor": (plain_meets_dtensor, "meets a DTensor"),
+CALLS = {  # of the package, MindSpore, a mesh of one axis, and a plain tensor
+    "a pattern that matches no cell": (lambda md, ms, mesh, x: md.parallelize_module(
+        ms.nn.SequentialCell(ms.nn.Dense(4, 4)), mesh, {"layer.*": md.ColwiseParallel()}), "matches no cell"),
+    "a wrong number of placements": (lambda md, ms, mesh, x: md.distribute_tensor(x, mesh, [md.Shard(0), md.Shard(1)]),
+                                     "one placement per mesh axis"),
+    "a Shard dim out of range": (lambda md, ms, mesh, x: md.distribute_tensor(x, mesh, [md.Shard(2)]), "dims -2 to 1"),
+    "a plain Tensor mixed with a DTensor": (lambda md, ms, mesh, x: md.distribute_tensor(x, mesh, [md.Shard(0)]) * x,
+                                            "meets a DTensor"),
 }
 
 
 def call(name: str) -> None:
     """What a rank runs for one of `CALLS`."""
-    from ms_dtensor import init_device_mesh
-    from ms_dtensor.tools.ranks import world_size
-    CALLS[name][0](init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tp",)))
+    import mindspore
+
+    import ms_dtensor
+    mesh = ms_dtensor.init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tp",))
+    CALLS[name][0](ms_dtensor, mindspore, mesh, mindspore.ops.ones((4, 4)))
 
 
 def attempt(script: list[str], workers: int) -> tuple[int, float, list[str]]:

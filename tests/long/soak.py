@@ -19,16 +19,15 @@ import os
 import random
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.arena import KEEP  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
+from tests.long.check_failures import Job  # noqa: E402
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)
@@ -175,27 +174,10 @@ def grown(r: dict, size: int) -> list[str]:
 
 def run(size: int, seed: int, seconds: float) -> dict:
     """Forks the ranks and collects what they report."""
-    name, pipes = f"ms_dtensor-soak-{os.getpid()}", []
-    for rank in range(size):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                engine = Engine(rank, size, name, timeout=60, site=user_site)
-                line = soak(engine, rank, size, seed, seconds)
-                engine.close()
-            except BaseException as e:
-                line = {"error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()}
-            os.write(write, json.dumps(line).encode())
-            os._exit(0)
-        os.close(write)
-        pipes.append((pid, read))
-    out = []
-    for pid, read in pipes:
-        with os.fdopen(read, "rb") as f:
-            text = f.read()
-        os.waitpid(pid, 0)
-        out.append(json.loads(text) if text else {"error": "it reported nothing"})
+    job = Job(size, lambda engine, rank: soak(engine, rank, size, seed, seconds))
+    told = job.reports(time.monotonic() + 2 * seconds + 120)
+    out = [told[rank]["result"] if "result" in told.get(rank, {}) else {
+        "error": "{error}: {text}".format(**told[rank]) if rank in told else "it reported nothing"} for rank in range(size)]
     errors = [r["error"] for r in out if "error" in r]
     growth = {rank: grown(r, size) for rank, r in enumerate(out) if "error" not in r and grown(r, size)}
     return {"ranks": size, "seed": seed, "errors": errors, "growth": growth, "per_rank": out,
