@@ -16,12 +16,18 @@ from ms_dtensor.debug import dry_run
 from ms_dtensor.errors import OpRuleError
 
 from .config import Config
-from .parallelize import make_mesh
+from .parallelize import make_mesh, stage_mesh
 from .trainer import Trainer
 
 
 class _DryTrainer(Trainer):
-    """What it reads of tensors are loads and biases of experts, of which nothing follows here."""
+    """What it reads of tensors are loads and biases of experts, of which nothing follows here.
+
+    All is DTensors, which a dry run counts.
+    """
+
+    def laid_out_over(self, mesh):
+        return stage_mesh(mesh)
 
     def read(self, x) -> np.ndarray:
         return np.zeros(x.shape, np.int64 if "Int" in str(x.dtype) else np.float32)

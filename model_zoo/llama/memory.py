@@ -70,9 +70,9 @@ def shares(cfg: Config) -> list[Share]:
     cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
     block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
     ends = m.vocab_size * m.dim
-    costs = [ends, *[block] * m.n_layers, 0, ends]
     if p.pp_split is None:
-        parts = balanced(list(zip(cells, costs)), p.stages)
+        parts = balanced(list(zip(cells, [0, *[block] * m.n_layers, 0, ends], [ends, *[block] * m.n_layers, 0, ends])),
+                         p.stages)
     else:
         starts = [0, *map(cells.index, p.pp_split), len(cells)]
         parts = [cells[a:b] for a, b in zip(starts, starts[1:])]

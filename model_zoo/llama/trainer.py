@@ -105,7 +105,7 @@ class Trainer:
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.all_ranks = cfg, text, mesh
         self.count = cfg.train.micro_batches  # of the batch at work
-        self.mesh = None if mesh is None else _laid_out_over(cfg, mesh)
+        self.mesh = None if mesh is None else self.laid_out_over(mesh)
         with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
             self.model = Llama(cfg.model, joins(cfg))
         if initialize is not None:
@@ -153,6 +153,14 @@ class Trainer:
         self.value_and_grad = make(self._loss_and_loads if self.mixed else self.loss, None, self.params, has_aux=self.mixed)
         self.loads: np.ndarray | None = None  # of the last step
         self._loads: list[Tensor] = []  # of a step's micro-batches, on the last stage of a pipeline
+
+    def laid_out_over(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """The ranks of this one's stage; None: it is one alone, whose tensors are plain, as on one device.
+
+        DTensors of one rank take some 3 % of a small model's step on a CPU, where 16 bits need them.
+        """
+        of_stage, narrow = stage_mesh(mesh), self.cfg.train.dtype != "float32"
+        return None if self.cfg.parallel.pp > 1 and of_stage.size() == 1 and not (on_cpu() and narrow) else of_stage
 
     def _lay_out(self, model: Llama, policy: MixedPrecisionPolicy | None) -> None:
         if self.mesh is not None:
@@ -343,16 +351,6 @@ class Trainer:
             return sum(float(self.stages.eval(ids, **how)) for ids, how in
                        (self._for_stages(*batch) for batch in batches)) / t.eval_batches
         return sum(float(self.loss(*part)) for batch in batches for part in self.parts(*batch)) / t.eval_batches
-
-
-def _laid_out_over(cfg: Config, mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that share parameters or rows with this one; None: none does, and its stage is plain tensors, as on one device.
-
-    DTensors of one rank cost some 3 % of a step of a small model on a CPU, where they are needed for 16 bits.
-    """
-    of_stage = stage_mesh(mesh)
-    plain = cfg.parallel.pp > 1 and of_stage.size() == 1 and not (on_cpu() and cfg.train.dtype != "float32")
-    return None if plain else of_stage
 
 
 def _check_device(cfg: Config, mesh: DeviceMesh | None) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from mindspore import Parameter, nn
+from mindspore import Parameter, mint, nn
 
 from ..core.mesh import DeviceMesh
 from ..errors import ConfigError
@@ -33,11 +34,12 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
     Args:
         module: a cell whose parameters all lie in its cells.
         mesh: one axis, over which the stages are dealt.
-        split: "cost" cuts where the dearest stage costs least; or a list of paths at which a stage begins, but for the
+        split: "cost" cuts where the dearest stage costs least, and where that leaves a choice, the largest has least; or a list of paths at which a stage begins, but for the
             first (`["layers.4", "layers.9"]`); or a list of lists of paths, one a stage, of which some may be empty.
         n_stages: for "cost"; default one a rank, or two with style "v".
         style: "loop" deals stage s to rank s % p; "v" gives rank r the stages r and 2p - 1 - r.
-        cost: `(path, cell) -> number`; default its elements in parameters of two dims and more.
+        cost: `(path, cell) -> number`, its time; default its elements in parameters of two dims and more, but for an
+            embedding, which looks up and multiplies with nothing.
 
     Returns:
         This rank's stages, first to last.
@@ -64,7 +66,7 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
         raise ConfigError(f"For 'pipeline', 'style' = {style!r} is none.", f"mesh({mesh.describe()})",
                           'A style deals stages to ranks: "loop" or "v".', 'style="loop"')
     chain = _chain(module, _named(split))
-    parts = _parts(module, chain, split, n_stages or mesh.size() * (1 + (style == "v")), cost or _elements)
+    parts = _parts(module, chain, split, n_stages or mesh.size() * (1 + (style == "v")), cost or _time)
     size, count = mesh.size(), len(parts)
     if count % size or style == "v" and count != 2 * size:
         raise ConfigError(f"For 'pipeline', {count} stages do not fit.", f"mesh({mesh.describe()}), style={style!r}",
@@ -118,8 +120,13 @@ def _above(path: str) -> set[str]:
     return {".".join(parts[:n]) for n in range(1, len(parts))}
 
 
-def _elements(path: str, cell: nn.Cell) -> float:
+def _elements(cell: nn.Cell) -> float:
     return float(sum(math.prod(p.shape) for p in cell.get_parameters() if len(p.shape) > 1))
+
+
+def _time(path: str, cell: nn.Cell) -> float:
+    return _elements(cell) - sum(_elements(c) for _, c in cell.cells_and_names()
+                                 if isinstance(c, nn.Embedding | mint.nn.Embedding))
 
 
 def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: Cost) -> list[list[str]]:
@@ -129,7 +136,7 @@ def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: 
     def inside(entry: str) -> list[str]:
         return [entry] if entry in chain else [p for p in paths if p.startswith(f"{entry}.")]
     if split == "cost":
-        return balanced([(p, cost(p, chain[p])) for p in paths], count)
+        return balanced([(p, cost(p, chain[p]), _elements(chain[p])) for p in paths], count)
     if isinstance(split, str):
         raise ConfigError(f"For 'pipeline', 'split' = {split!r} is none.", type(module).__name__,
                           'It is "cost", paths at which stages begin, or lists of paths.', 'split="cost"')
@@ -145,28 +152,44 @@ def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: 
     return parts
 
 
-def balanced(costs: list[tuple[str, float]], count: int) -> list[list[str]]:
-    """So many runs of neighbours, of which the dearest costs least; by dynamic programming."""
-    total = [0.0]
-    for _, c in costs:
-        total.append(total[-1] + c)
-    n = len(costs)
-    best = [(0.0, 0.0)] + [(math.inf, 0.0)] * n  # the dearest, then the sum of squares, so that no stage is idle for nothing
+def balanced(cells: list[tuple[str, float, float]], count: int) -> list[list[str]]:
+    """So many runs of neighbours, of which the dearest costs least; of all such, that whose largest has least.
+
+    Args:
+        cells: (path, cost, elements) of each.
+        count: of runs, some of which may be empty.
+    """
+    n, cost, held = len(cells), [0.0], [0.0]
+    for _, c, size in cells:
+        cost.append(cost[-1] + c)
+        held.append(held[-1] + size)
+
+    def fits(bound: float) -> bool:
+        runs, start = 1, 0
+        for end in range(1, n + 1):
+            if cost[end] - cost[start] > bound:
+                runs, start = runs + 1, end - 1
+            if cost[end] - cost[start] > bound:
+                return False
+        return runs <= count
+    bounds = sorted({cost[end] - cost[start] for end in range(n + 1) for start in range(end + 1)})
+    bound = bounds[bisect_left(bounds, True, key=fits)]
+    best = [(0.0, 0.0)] + [(math.inf, 0.0)] * n  # the largest, then the sum of squares, so that no stage is idle for nothing
     cuts: list[list[int]] = []
     for _ in range(count):
         now, at = [(math.inf, 0.0)] * (n + 1), [0] * (n + 1)
         for end in range(n + 1):
             for start in range(end + 1):
-                own = total[end] - total[start]
-                found = max(best[start][0], own), best[start][1] + own * own
-                if found < now[end]:
+                own = cost[end] - cost[start]
+                found = max(best[start][0], held[end] - held[start]), best[start][1] + own * own
+                if own <= bound and found < now[end]:
                     now[end], at[end] = found, start
         best = now
         cuts.append(at)
     parts: list[list[str]] = []
     end = n
     for at in reversed(cuts):
-        parts.append([p for p, _ in costs[at[end]:end]])
+        parts.append([p for p, *_ in cells[at[end]:end]])
         end = at[end]
     return parts[::-1]
 
