@@ -67,15 +67,7 @@ def shares(cfg: Config) -> list[Share]:
     dense = 0 if m.experts is None else m.experts.dense_layers
     if p.pp == 1:
         return [Share(m.n_layers, (True, True), m.n_layers, 1, dense)]
-    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
-    block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
-    ends = m.vocab_size * m.dim
-    if p.pp_split is None:
-        parts = balanced(list(zip(cells, [0, *[block] * m.n_layers, 0, ends], [ends, *[block] * m.n_layers, 0, ends])),
-                         p.stages)
-    else:
-        starts = [0, *map(cells.index, p.pp_split), len(cells)]
-        parts = [cells[a:b] for a, b in zip(starts, starts[1:])]
+    parts = cells_of_stages(cfg)
     more = (p.pp_stages_per_rank,) if p.pp_schedule == "interleaved" else ()
     timeline = simulate(BUILDERS[p.pp_schedule](p.pp, cfg.train.micro_batches, *more))
     blocks = [sum(cell.startswith("layers.") for cell in part) for part in parts]
@@ -92,6 +84,19 @@ def shares(cfg: Config) -> list[Share]:
         out.append(Share(sum(blocks[s] for s in own), ("tok_embeddings" in has, "output" in has), most, most_heads,
                          sum(f"layers.{i}" in has for i in range(dense))))
     return out
+
+
+def cells_of_stages(cfg: Config) -> list[list[str]]:
+    """The cells of each stage, by their paths, as `pipeline` cuts them by time if the configuration does not say where."""
+    m, p = cfg.model, cfg.parallel
+    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
+    block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
+    ends = m.vocab_size * m.dim
+    if p.pp_split is None:
+        times, sizes = [0, *[block] * m.n_layers, 0, ends], [ends, *[block] * m.n_layers, 0, ends]
+        return balanced(list(zip(cells, times, sizes)), p.stages)
+    starts = [0, *map(cells.index, p.pp_split), len(cells)]
+    return [cells[a:b] for a, b in zip(starts, starts[1:])]
 
 
 @dataclass(frozen=True, slots=True)

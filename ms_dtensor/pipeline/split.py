@@ -34,8 +34,9 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
     Args:
         module: a cell whose parameters all lie in its cells.
         mesh: one axis, over which the stages are dealt.
-        split: "cost" cuts where the dearest stage costs least, and where that leaves a choice, the largest has least; or a list of paths at which a stage begins, but for the
-            first (`["layers.4", "layers.9"]`); or a list of lists of paths, one a stage, of which some may be empty.
+        split: "cost" cuts where the dearest stage costs least, and of such cuts where the largest stage has least; or a
+            list of paths at which a stage begins, but for the first (`["layers.4", "layers.9"]`); or a list of lists of
+            paths, one a stage, of which some may be empty.
         n_stages: for "cost"; default one a rank, or two with style "v".
         style: "loop" deals stage s to rank s % p; "v" gives rank r the stages r and 2p - 1 - r.
         cost: `(path, cell) -> number`, its time; default its elements in parameters of two dims and more, but for an

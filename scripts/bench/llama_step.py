@@ -15,8 +15,9 @@ begin with the same weights and make the same steps, which their losses show. "t
 both ranks at the same time, without communication: how far two ranks that never wait for each other hinder each other;
 "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the bound of data
 parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain MindSpore
-(megatron.py), without DTensors. "pp" is two stages, 1F1B of as many microbatches as the batch has rows. All of
-MindSpore's variants have `train.compile`.
+(megatron.py), without DTensors. "pp" is two stages, 1F1B, a microbatch each row of a rank; "pp4" four, "pptp" and "ppfsdp"
+two beside two ranks each, "zbv" four in a V on two ranks, its backward in two parts. Stages are cut where the recipe cuts
+by itself, PyTorch's at the same places. All of MindSpore's variants have `train.compile`.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.
@@ -63,16 +64,21 @@ SIZES = {
 
 WAYS = {"tp": ParallelConfig(tp=2), "dp": ParallelConfig(dp=2), "fsdp": ParallelConfig(dp=2, fsdp=True),
         "zero1": ParallelConfig(dp=2, zero1=True), "pp": ParallelConfig(pp=2), "cp": ParallelConfig(cp=2),
-        "ring": ParallelConfig(cp=2, cp_algorithm="ring"), "ep": ParallelConfig(dp=2, ep=2)}
+        "ring": ParallelConfig(cp=2, cp_algorithm="ring"), "ep": ParallelConfig(dp=2, ep=2),
+        "pp4": ParallelConfig(pp=4), "pptp": ParallelConfig(pp=2, tp=2), "ppfsdp": ParallelConfig(pp=2, dp=2, fsdp=True),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv", pp_stages_per_rank=2)}
+STAGED = tuple(way for way, parallel in WAYS.items() if parallel.pp > 1)
+CORES = sorted(os.sched_getaffinity(0))
 OF_EXPERTS = ("single", "two at once", "half at once", "ours ep", "ours dp", "torch single", "torch ep")
 ALONE = ("single", "two at once", "half at once")  # without a mesh
-VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS if way != "ep"), "hand tp", "hand dp",
+VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS if way not in ("ep", *STAGED[1:])), "hand tp", "hand dp",
             *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp", "cp", "pp")))
+MORE = ("ours ep", "torch ep", *(f"{whose} {way}" for way in STAGED[1:] for whose in ("ours", "torch")))
 
 
 def config(size: str, parallel: ParallelConfig = ParallelConfig()) -> Config:  # noqa: B008  frozen
     model, batch, seq = SIZES[size]
-    micro = batch if parallel.pp > 1 else 1
+    micro = batch // parallel.dp if parallel.pp > 1 else 1
     return Config(model=model, parallel=parallel,
                   train=TrainConfig(batch=batch, seq=seq, compile=parallel.cp == 1, micro_batches=micro),
                   optim=OptimConfig(clip_norm=0.0))
@@ -173,12 +179,12 @@ def rank_main(who: str, size: str, folder: str) -> None:
     from ms_dtensor import init_device_mesh
 
     library, _, way = who.partition(" ")
-    ranks = 1 if who == "single" else 2
+    ranks = ranks_of(who)
     cfg = config(size, WAYS.get(way, ParallelConfig()))
     mesh = make_mesh("cpu", cfg.parallel) if way in WAYS else None
     group = init_device_mesh("cpu", (ranks,)).get_group()
     rank = group.rank_index
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+    os.sched_setaffinity(0, {CORES[rank % len(CORES)]})
     batch = tuple(x[:len(x) // 2] for x in data(cfg)) if who == "half at once" else data(cfg)
     if library == "hand":
         by_hand = megatron.Step(cfg, group, rank)
@@ -195,20 +201,35 @@ def rank_main(who: str, size: str, folder: str) -> None:
 
 def torch_main(rank: str, who: str, size: str, folder: str) -> None:
     import torch_llama
+    import torch_stages
 
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(rank)]})  # as ours
-    cfg, way = config(size), who.removeprefix("torch ")
-    store = f"{folder}/store_{way}"
-    step, barrier = torch_llama.prepare(way, int(rank), 1 if way == "single" else 2, cfg, data(cfg), store)
+    os.sched_setaffinity(0, {CORES[int(rank) % len(CORES)]})  # as ours
+    way = who.removeprefix("torch ")
+    cfg, store = config(size, WAYS[way] if way in STAGED else ParallelConfig()), f"{folder}/store_{way}"
+    if way in STAGED:
+        cells = json.loads((Path(folder) / f"{way}.cells").read_text())
+        step, barrier = torch_stages.prepare(WAYS[way], int(rank), ranks_of(who), cfg, data(cfg), store, cells)
+    else:
+        step, barrier = torch_llama.prepare(way, int(rank), ranks_of(who), cfg, data(cfg), store)
     take_turns(Turns(folder), who, int(rank), step, barrier)
+
+
+def ranks_of(who: str) -> int:
+    way = who.rpartition(" ")[2]
+    return 1 if way == "single" else WAYS[way].pp * WAYS[way].dp * WAYS[way].tp if way in STAGED else 2
 
 
 def start(who: str, size: str, folder: str) -> list[subprocess.Popen]:
     """The processes of a variant."""
     from model_zoo.llama.launch import environment, msrun_command
 
-    script, ranks = Path(__file__).resolve(), 1 if who in ("single", "torch single") else 2
-    name = who.replace(" ", "_")
+    script, ranks = Path(__file__).resolve(), ranks_of(who)
+    name, way = who.replace(" ", "_"), who.removeprefix("torch ")
+    if way in STAGED:  # asked of a process of its own: MindSpore's threads would take time here
+        tell = "import json, llama_step as l, model_zoo.llama.memory as m; " \
+            f"print(json.dumps(m.cells_of_stages(l.config({size!r}, l.WAYS[{way!r}]))))"
+        told = subprocess.run([sys.executable, "-c", tell], cwd=script.parent, capture_output=True, text=True, check=True)
+        (Path(folder) / f"{way}.cells").write_text(told.stdout)
     if not who.startswith("torch "):
         logs = Path(folder) / name
         logs.mkdir()
@@ -247,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--variants", help=", ".join((*VARIANTS, "ours ep", "torch ep")))
+    parser.add_argument("--variants", help=", ".join((*VARIANTS, *MORE)))
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--torch", nargs=4, metavar=("RANK", "VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
@@ -260,8 +281,8 @@ def main() -> None:
         return
     wanted = [some.split(",") for some in
               (args.variants or ",".join(OF_EXPERTS if args.size == "experts" else VARIANTS)).split(";")]
-    if unknown := {who for some in wanted for who in some} - {*VARIANTS, *OF_EXPERTS}:  # "pp" would run as "single"
-        parser.error(f"no variants: {', '.join(sorted(unknown))}; there are {', '.join((*VARIANTS, 'ours ep', 'torch ep'))}")
+    if unknown := {who for some in wanted for who in some} - {*VARIANTS, *MORE}:  # "pp" would run as "single"
+        parser.error(f"no variants: {', '.join(sorted(unknown))}; there are {', '.join((*VARIANTS, *MORE))}")
     seen: dict[str, list[dict]] = {}
     for together in wanted:
         seen |= measure(together, args.size, args.rounds)
@@ -279,7 +300,7 @@ def main() -> None:
                        "peak_mib": last["peak_mib"], "ever_mib": last["ever_mib"], "loss": round(last["loss"], 4),
                        "all_ms": [round(v * 1e3, 1) for v in values]}
         table.append((who, *list(result[who].values())[:-1]))
-    for way in ("pp", "ep", "single"):
+    for way in (*STAGED, "ep", "single"):
         ours, torch = f"ours {way}".replace("ours single", "single"), f"torch {way}"
         if {ours, torch} <= times.keys():
             ratio = statistics.median(a / b for a, b in zip(times[torch], times[ours]))

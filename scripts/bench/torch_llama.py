@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2),
-context parallel (its ring, balanced by heads and tails), 1F1B. It begins with the same weights and makes the same steps, so
-losses agree.
+context parallel (its ring, balanced by heads and tails); in stages: torch_stages.py. It begins with the same weights and
+makes the same steps, so losses agree.
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """
@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812  PyTorch's habit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 from torch.distributed.tensor.parallel import (
@@ -130,10 +129,11 @@ class Ring(torch.autograd.Function):
 
 
 def tensor_parallel(model, mesh):
+    """Of a stage, what it has."""
     whole, cut = Replicate(), Shard(1)
-    parallelize_module(model, mesh, {
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=cut), "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False)})
+    outer = {"tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=cut), "norm": SequenceParallel(),
+             "output": ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(model, mesh, {k: v for k, v in outer.items() if not isinstance(getattr(model, k), nn.Identity)})
     for layer in model.layers:
         parallelize_module(layer, mesh, {
             "attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(),
@@ -145,53 +145,30 @@ def tensor_parallel(model, mesh):
     return model
 
 
-class Part(Llama):
-    """A stage: as many layers each, the embedding with the first, the head with the last."""
-
-    def __init__(self, m, seed, rank, ranks, cos, sin):
-        super().__init__(m, seed)
-        each = len(self.layers) // ranks
-        self.layers = self.layers[rank * each:(rank + 1) * each]
-        if rank > 0:
-            self.tok_embeddings = nn.Identity()
-        if rank < ranks - 1:
-            self.norm = self.output = nn.Identity()
-        self.cos, self.sin = cos, sin
-
-    def forward(self, x):
-        return super().forward(x, self.cos, self.sin)
-
-
-def staged(part, rank, ranks, optimizer, ids, labels):
-    """A step of 1F1B, a microbatch a row; every rank is told the loss, as ours are."""
-    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, len(ids), loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
-
-    def step():
-        losses = []
-        last = {"target": labels, "losses": losses} if rank == ranks - 1 else {}
-        schedule.step(*([ids] if rank == 0 else []), **last)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-        dist.broadcast(loss, ranks - 1)
-        return float(loss)
-    return step
-
-
-def prepare(way, rank, ranks, cfg, batch, store):
-    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp", "ep": a step, and a barrier."""
+def begin(rank, ranks, cfg, store):
+    """One thread, the group of all ranks, and the cosines and sines of the places."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    m = cfg.model
+    exponents = -torch.arange(0, m.head_dim, 2) / m.head_dim
+    angle = torch.outer(torch.arange(cfg.train.seq), m.rope_theta ** exponents).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def prepare(way, rank, ranks, cfg, batch, store):
+    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "ep": a step, and a barrier."""
+    cos, sin = begin(rank, ranks, cfg, store)
     m, t = cfg.model, cfg.train
-    angle = torch.outer(torch.arange(t.seq), m.rope_theta ** (-torch.arange(0, m.head_dim, 2) / m.head_dim)).repeat(1, 2)
-    cos, sin = angle.cos(), angle.sin()
     cut_rows = way in ("dp", "fsdp", "ep")
     rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
     ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
-    model = Part(m, t.seed, rank, ranks, cos, sin) if way == "pp" else Llama(m, t.seed)
+    model = Llama(m, t.seed)
     if way == "cp":  # the first and the last of each rank's two pieces of every row
         Ring.group, pieces = dist.group.WORLD, torch.arange(t.seq).chunk(2 * ranks)
         here = torch.cat((pieces[rank], pieces[-1 - rank]))
@@ -211,10 +188,7 @@ def prepare(way, rank, ranks, cfg, batch, store):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-
-    if way == "pp":
-        return staged(model, rank, ranks, optimizer, ids, labels), dist.barrier
+    optimizer = adamw(model.parameters())
 
     def step():
         with loss_parallel() if way == "tp" else contextlib.nullcontext():
