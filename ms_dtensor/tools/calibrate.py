@@ -32,17 +32,18 @@ from .machine import measure_machine
 SIZES = tuple(4 ** k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB
 
 
-def fit(samples: list[tuple[float, float, float]], gamma: float) -> tuple[float, float]:
-    """alpha and beta, neither negative, from (seconds, bytes sent, bytes of the result)."""
+def fit(samples: list[tuple[float, float, float]], copying: float) -> dict[str, float]:
+    """The three figures, none negative, from (seconds, bytes sent, bytes of the result) and a local copy's seconds a byte."""
     seconds, sent, after = np.array(samples, float).T
-    rest = np.maximum(seconds - gamma * after, 0.05 * seconds)  # a copy that overlapped with sending
-    rows = np.stack([np.ones_like(sent), sent], 1) / rest[:, None]
-    alpha, beta = np.linalg.lstsq(rows, np.ones(len(rest)), rcond=None)[0]
+    gamma = min(copying, (seconds / after).min())  # several ranks copy at once: no collective takes less than its own copy
+    rest = seconds - gamma * after
+    rows = np.stack([np.ones_like(sent), sent], 1) / seconds[:, None]
+    alpha, beta = np.linalg.lstsq(rows, rest / seconds, rcond=None)[0]
     if beta < 0:
-        alpha, beta = float(np.median(rest)), 0.0
+        alpha, beta = np.median(rest), 0.0
     elif alpha < 0:
-        alpha, beta = 0.0, float(np.median(rest / sent))
-    return float(alpha), float(beta)
+        alpha, beta = 0.0, np.median(rest / sent)
+    return {"alpha": float(alpha), "beta": float(beta), "gamma": float(gamma)}
 
 
 def median_seconds(call, agree, repeats: int = 9) -> float:
@@ -91,9 +92,7 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
                  "all_to_all": (lambda x=x, w=count // n: g.all_to_all(x, 0, cut, 1, [w] * n), nbytes, nbytes)}
         for kind, (call, before, after) in calls.items():
             samples.append((median_seconds(synchronized(call), agree), sent_bytes(kind, n, before, after), after))
-    gamma = min(copies)
-    alpha, beta = fit(samples, gamma) if n > 1 else (0.0, 0.0)  # one rank's machine has no links that matter
-    figures = g.broadcast_object({"alpha": alpha, "beta": beta, "gamma": gamma}, 0)
+    figures = g.broadcast_object(fit(samples, min(copies)) if n > 1 else {}, 0)  # one rank's machine has no links that matter
     told = measure_machine(device, agree, g) if machine else {}
     comm.shutdown()
     return ({}, {}) if world.rank else (figures, told)
@@ -114,14 +113,14 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not figures:
+    if not figures and not machine:  # not rank 0
         return 0
     written = {}
     if args.hardware is not None:
         args.hardware.write_text(yaml.safe_dump(machine, sort_keys=False))
         load_hardware(args.hardware)
         written["hardware"] = str(args.hardware)
-    if figures["beta"]:
+    if figures:
         told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
         args.out.write_text(json.dumps(told, indent=1) + "\n")
         load_costs(args.out)

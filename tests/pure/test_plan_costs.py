@@ -66,7 +66,18 @@ def test_calibration_finds_the_figures_it_was_made_from():
     alpha, beta, gamma = 3e-4, 4e-10, 1e-10
     samples = [(alpha + beta * sent + gamma * after, sent, after)
                for sent, after in 2.0 ** rng.uniform(12, 24, (60, 2))]
-    assert fit(samples, gamma) == pytest.approx((alpha, beta), rel=1e-3)
+    made = {"alpha": alpha, "beta": beta, "gamma": gamma}
+    assert fit(samples, gamma) == pytest.approx(made, rel=1e-3)
     noisy = [(t * f, sent, after) for (t, sent, after), f in zip(samples, rng.uniform(0.8, 1.2, len(samples)))]
-    assert fit(noisy, gamma) == pytest.approx((alpha, beta), rel=0.25)
-    assert min(fit([(1e-6, sent, after) for _, sent, after in samples], gamma)) >= 0
+    assert fit(noisy, gamma) == pytest.approx(made, rel=0.25)
+    assert min(fit([(1e-6, sent, after) for _, sent, after in samples], gamma).values()) >= 0
+
+
+def test_ranks_that_copy_faster_together_than_one_alone_do_not_send_for_nothing():
+    """Measured on shared memory: what the collectives copy takes less than a local copy of as many bytes."""
+    samples = [(4e-5 + 4e-11 * sent + 4e-11 * after, sent, after)
+               for sent in (2048., 2. ** 18, 2. ** 24) for after in (sent, 2 * sent)]
+    found = CostModel(**fit(samples, 1e-10))
+    assert found.beta > 0
+    for seconds, sent, after in samples:
+        assert found.alpha + found.beta * sent + found.gamma * after == pytest.approx(seconds, rel=0.2)

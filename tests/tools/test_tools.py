@@ -44,6 +44,16 @@ def test_files_of_calibrate_are_refused_before_anything_is_measured(words, tmp_p
     assert sorted(os.listdir()) == ["half.json", "list.json"], "nothing is left"
 
 
+@pytest.mark.parametrize("beta", [0.0, 1e-10])
+def test_costs_of_several_ranks_are_written_also_where_bytes_cost_nothing(beta, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    figures = {"alpha": 1e-5, "beta": beta, "gamma": 0.0}
+    monkeypatch.setattr(calibrate, "measure", lambda device, machine: (figures, {}))
+    assert cli.main(["calibrate"]) == 0
+    assert json.loads(Path("costs.json").read_text()) == {"cpu": figures}
+    assert json.loads(capsys.readouterr().out) == {"file": "costs.json", "cpu": figures}
+
+
 @pytest.mark.parametrize("argv", [["plt"], ["plot"], ["ckpt"], ["doctor", "x", "y"]])
 def test_a_wrong_command_is_refused(argv, capsys):
     with pytest.raises(SystemExit) as refused:
