@@ -33,7 +33,7 @@ SIZES = tuple(4 ** k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB
 
 
 def fit(samples: list[tuple[float, float, float]], copying: float) -> dict[str, float]:
-    """The three figures, none negative, from (seconds, bytes sent, bytes of the result) and a local copy's seconds a byte."""
+    """The figures, none negative, from (seconds, bytes sent, bytes of the result) and a local copy's seconds a byte."""
     seconds, sent, after = np.array(samples, float).T
     gamma = min(copying, (seconds / after).min())  # several ranks copy at once: no collective takes less than its own copy
     rest = seconds - gamma * after
@@ -92,7 +92,7 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
                  "all_to_all": (lambda x=x, w=count // n: g.all_to_all(x, 0, cut, 1, [w] * n), nbytes, nbytes)}
         for kind, (call, before, after) in calls.items():
             samples.append((median_seconds(synchronized(call), agree), sent_bytes(kind, n, before, after), after))
-    figures = g.broadcast_object(fit(samples, min(copies)) if n > 1 else {}, 0)  # one rank's machine has no links that matter
+    figures = g.broadcast_object(fit(samples, min(copies)) if n > 1 else {}, 0)  # one rank has no links
     told = measure_machine(device, agree, g) if machine else {}
     comm.shutdown()
     return ({}, {}) if world.rank else (figures, told)

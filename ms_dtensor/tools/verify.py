@@ -72,7 +72,10 @@ def spawn(options) -> list[dict]:
     parts = 1 if options.form or options.jobs == 1 else 4 * options.jobs
 
     def part(i: int) -> subprocess.CompletedProcess:
-        return subprocess.run([*command, "--part", f"{i}/{parts}"], stdout=subprocess.PIPE, text=True, env=env, check=False)
+        ran = subprocess.run([*command, "--part", f"{i}/{parts}"], stdout=subprocess.PIPE, text=True, env=env, check=False)
+        if parts > 1:  # of a few minutes each
+            print(f"part {i + 1} of {parts} is done", file=sys.stderr, flush=True)
+        return ran
     with ThreadPoolExecutor(options.jobs) as pool:
         done = list(pool.map(part, range(parts)))
     if any(d.returncode for d in done):
@@ -130,7 +133,7 @@ def run(options, part: int, parts: int) -> dict:
                  "table": [], "rules": []}
     seen: dict = {}
     told = time.time()
-    if options.form:
+    if options.form and forms:
         print(f"{len(forms)} forms have {options.form!r} in their names", file=sys.stderr, flush=True)
     for i, (family, form) in enumerate(forms):
         started = time.time()
