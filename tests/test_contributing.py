@@ -59,7 +59,7 @@ def test_the_recipe_for_a_backend(cpu, monkeypatch, capsys):
     assert capsys.readouterr().out == "all_reduce sum (3, 2) (0, 1, 2, 3)\n"
 
 
-@pytest.mark.parametrize("title", ["Add a placement", "Add a style"])
+@pytest.mark.parametrize("title", ["Add a placement", "Add a style", "Add a pipeline schedule"])
 def test_other_recipes(title, cpu):
     for code in RECIPES[title]:
         run(code)
