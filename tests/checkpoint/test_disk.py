@@ -35,9 +35,12 @@ class Refusing:
             if str(about).startswith(self.root):
                 self.calls.append((name, about))
                 if len(self.calls) - 1 == self.number:
-                    raise OSError(self.code, os.strerror(self.code), about)
+                    raise self.error(about)
             return call(path, *args, **kwargs)
         return watched
+
+    def error(self, about) -> BaseException:
+        return OSError(self.code, os.strerror(self.code), about)
 
 
 def state(step: int) -> dict:

@@ -2,6 +2,7 @@
 """Pure: folders that appear whole or not at all, whatever a killed save has left."""
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -43,25 +44,32 @@ def test_a_checkpoint_is_there_after_commit_only_and_replaced_at_once(tmp_path):
     assert (target / "index.json").read_text() == "2" and os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("point", ["before", "between"])
+@contextlib.contextmanager
+def killed_at_rename(monkeypatch, number: int):
+    """Where two names cannot be exchanged in one call, an end at the rename with this number."""
+    real, calls = os.rename, []
+
+    def rename(a, b):
+        calls.append(b)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        real(a, b)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("point", [1, 2], ids=["before", "between"])
 def test_where_names_cannot_be_exchanged_an_interruption_is_finished(tmp_path, monkeypatch, point):
     monkeypatch.setattr(module, "_exchange", lambda a, b: False)
     target = tmp_path / "a"
     made(target, "1")
     folder = Folder(target)
     (folder.path / "index.json").write_text("2")
-    real, calls = os.rename, []
-
-    def rename(a, b):
-        calls.append(b)
-        if len(calls) == (1 if point == "before" else 2):
-            raise KeyboardInterrupt
-        real(a, b)
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at_rename(monkeypatch, point):
         folder.commit()
     folder.close()
-    monkeypatch.undo()
     assert (find(target) / "index.json").read_text() == "1"
     clean(tmp_path)
     assert os.listdir(tmp_path) == ["a"] and (target / "index.json").read_text() == "1"
@@ -155,17 +163,8 @@ def test_a_step_that_was_killed_between_two_renames_is_still_the_latest(tmp_path
     monkeypatch.setattr(module, "_exchange", lambda a, b: False)
     for at, step in enumerate((1, 2)):
         saved(tmp_path, step, at + 1)
-    real, calls = os.rename, []
-
-    def rename(a, b):
-        calls.append(b)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(a, b)
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at_rename(monkeypatch, 2):
         saved(tmp_path, 2, 3)
-    monkeypatch.undo()
     for _ in range(2):
         assert (find(tmp_path) / "index.json").read_text().count('"saved": 2,') == 1 and steps(tmp_path) == [1, 2]
         (tmp_path / "latest").unlink(missing_ok=True)

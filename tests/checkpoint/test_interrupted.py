@@ -25,15 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Interrupting(Refusing):
     """Ctrl-C at a call to the system."""
 
-    def _watched(self, name, call):
-        def watched(path, *args, **kwargs):
-            about = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
-            if str(about).startswith(self.root):
-                self.calls.append((name, about))
-                if len(self.calls) - 1 == self.number:
-                    raise KeyboardInterrupt
-            return call(path, *args, **kwargs)
-        return watched
+    def error(self, about) -> BaseException:
+        return KeyboardInterrupt()
 
 
 def test_after_ctrl_c_at_any_moment_the_next_save_works_and_nothing_is_left(tmp_path, monkeypatch):

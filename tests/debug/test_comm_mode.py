@@ -34,16 +34,22 @@ def mlp_step(mesh):
     return value_and_grad(loss, (0, 1, 2)), args
 
 
+def recorded(rank: int = 0) -> CommDebugMode:
+    """Such a step of four ranks."""
+    with comm.fake_world(4, rank=rank):
+        step, args = mlp_step(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+        with CommDebugMode() as mode:
+            step(*args)
+    return mode
+
+
 def shown(text: str) -> str:
     """Neither line numbers of this file nor widths that follow its path belong in a snapshot."""
     return re.sub(" +", " ", re.sub(r"\S*test_comm_mode\.py:\d+", "HERE", text))
 
 
 def test_counts_and_bytes_by_any_field():
-    with comm.fake_world(4):
-        step, args = mlp_step(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
-        with CommDebugMode() as mode:
-            step(*args)
+    mode = recorded()
     assert mode.get_total_counts() == 2
     assert mode.get_comm_counts() == {"all_reduce": 2}
     assert mode.get_comm_counts("op", "phase") == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 1}
@@ -54,10 +60,7 @@ def test_counts_and_bytes_by_any_field():
 
 
 def test_backward_events_carry_the_forward_line_and_the_table_lists_them():
-    with comm.fake_world(4):
-        step, args = mlp_step(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
-        with CommDebugMode() as mode:
-            step(*args)
+    mode = recorded()
     forward, backward = mode.events
     assert forward.site.startswith(__file__) and backward.site.startswith(__file__)
     source = Path(__file__).read_text(encoding="utf-8").split("\n")
@@ -105,10 +108,7 @@ def test_explain_a_call_prints_its_report_and_returns_its_result(capsys):
 
 
 def test_chrome_trace_has_one_event_per_collective(tmp_path):
-    with comm.fake_world(4, rank=3):
-        step, args = mlp_step(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
-        with CommDebugMode() as mode:
-            step(*args)
+    mode = recorded(rank=3)
     mode.export_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]

@@ -73,6 +73,18 @@ def execute(move, values):
     return out
 
 
+def arrives(src, dst, whole, moves=None) -> None:
+    """What lies as the source says lies as the target says after the moves, by default those of the plan."""
+    moves = plan(src, dst) if moves is None else moves
+    values = split(whole, src, RNG)
+    for move in moves:
+        values = execute(move, values)
+    for at, v in values.items():
+        assert v.shape == dst.local_shape(at), (src, dst, moves)
+    value, unequal = assemble(values, dst)
+    assert same(whole, value) and not unequal, (src, dst, moves)
+
+
 def layouts(mesh, shape, partial=()):
     options = [R, *(S(d) for d in range(len(shape))), *(Partial(p) for p in partial)]
     for placed in itertools.product(options, repeat=mesh.ndim):
@@ -86,16 +98,8 @@ def layouts(mesh, shape, partial=()):
 def test_every_pair_moves_right(mesh_shape, shape):
     mesh = mesh_of(mesh_shape)
     whole = RNG.normal(size=shape)
-    for src in layouts(mesh, shape, ("sum",)):
-        parts = split(whole, src, RNG)
-        for dst in layouts(mesh, shape):
-            values = parts
-            for move in plan(src, dst):
-                values = execute(move, values)
-            for at, v in values.items():
-                assert v.shape == dst.local_shape(at), (src, dst, plan(src, dst))
-            value, unequal = assemble(values, dst)
-            assert same(whole, value) and not unequal, (src, dst, plan(src, dst))
+    for src, dst in itertools.product(layouts(mesh, shape, ("sum",)), layouts(mesh, shape)):
+        arrives(src, dst, whole)
 
 
 def test_three_axes_and_mixed_reductions():
@@ -105,24 +109,15 @@ def test_three_axes_and_mixed_reductions():
                and len({x.placements[a] for a in x.partial_axes}) <= 1]
     targets = [x for i, x in enumerate(layouts(mesh, shape)) if i % 11 == 0]
     for src, dst in itertools.product(sources, targets):
-        values = split(whole, src, RNG)
-        for move in plan(src, dst):
-            values = execute(move, values)
-        value, unequal = assemble(values, dst)
-        assert same(whole, value) and not unequal, (src, dst)
+        arrives(src, dst, whole)
 
 
 def test_other_meshes_receive_exactly_their_boxes():
     shape = (7, 6)
     whole = RNG.normal(size=shape)
     a, b = mesh_of((2, 3)), DeviceMesh("cpu", [5, 1, 9], mesh_dim_names=("z",))
-    for src in layouts(a, shape, ("sum",)):
-        for dst in layouts(b, shape):
-            values = split(whole, src, RNG)
-            for move in plan(src, dst):
-                values = execute(move, values)
-            value, unequal = assemble(values, dst)
-            assert same(whole, value) and not unequal
+    for src, dst in itertools.product(layouts(a, shape, ("sum",)), layouts(b, shape)):
+        arrives(src, dst, whole)
 
 
 @pytest.mark.parametrize("other", [[[5, 1, 9]], [[0, 1], [2, 3], [4, 5]], [[5, 4, 3], [2, 1, 0]], [[6, 7], [8, 9]]], ids=str)

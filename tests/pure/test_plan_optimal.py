@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
-from ms_dtensor.debug.verify.oracle import assemble, same, split
 from ms_dtensor.redistribute.boxes import transfers
 from ms_dtensor.redistribute.cost import DEFAULT
 from ms_dtensor.redistribute.plan import _state, plan
 from ms_dtensor.redistribute.search import Search
 from tests.calls import calls
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results, pairs
-from tests.pure.test_plan import RNG, execute, mesh_of
+from tests.pure.test_plan import RNG, arrives, mesh_of
 
 R, S, P = Replicate(), Shard, Partial()
 _EVERY = {1: 1, 2: 5, 3: 61}  # by number of axes; coprime to the numbers of layouts, so that all kinds turn up
@@ -103,12 +102,7 @@ def test_an_exchange_keeps_summands_apart():
     src = Layout(mesh, [S(0), S(0), P], shape)
     dst = Layout(mesh, [S(0), S(0), P], shape, order=(1, 0, 2))
     assert all(other % 2 == rank % 2 for rank in range(8) for other, _ in transfers(src, dst, rank).sends)
-    whole = RNG.normal(size=shape)
-    values = split(whole, src, RNG)
-    for move in plan(src, dst):
-        values = execute(move, values)
-    value, unequal = assemble(values, dst)
-    assert same(whole, value) and not unequal
+    arrives(src, dst, RNG.normal(size=shape))
 
 
 def test_five_axes_and_65536_ranks_are_planned_by_few_calls():
