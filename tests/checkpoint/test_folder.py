@@ -12,18 +12,7 @@ from pathlib import Path
 import pytest
 
 from ms_dtensor.checkpoint import folder as module
-from ms_dtensor.checkpoint.folder import (
-    Folder,
-    by_age,
-    clean,
-    find,
-    latest,
-    now,
-    point_latest,
-    retire,
-    step_name,
-    steps,
-)
+from ms_dtensor.checkpoint.folder import Folder, by_age, clean, find, latest, now, point_latest, retire, step_name, steps
 from ms_dtensor.errors import CheckpointError
 
 

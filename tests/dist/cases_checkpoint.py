@@ -11,16 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 import ms_dtensor as md
-from ms_dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    checkpoint,
-    comm,
-    distribute_tensor,
-    optim,
-)
+from ms_dtensor import DTensor, Partial, Replicate, Shard, checkpoint, comm, distribute_tensor, optim
 from ms_dtensor.errors import CheckpointError
 from tests.cases import case
 from tests.checkpoint.programs import BY_RANKS, Net

@@ -9,7 +9,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import OpRuleError
@@ -58,6 +58,16 @@ def equal_each(got, want, params, what: str = "", rtol: float = RTOL) -> None:
 def equal_values(net, plain, what: str = "value") -> None:
     """Every parameter has the value it has on one device."""
     equal_each(net.get_parameters(), plain.get_parameters(), net.get_parameters(), what)
+
+
+def mean_square(net) -> Callable:
+    return lambda x: (net(x) ** 2).mean()
+
+
+def set_trained(trained: bool, *cells: nn.Cell) -> None:
+    """All their parameters are trained, or none."""
+    for p in (p for cell in cells for p in cell.get_parameters()):
+        p.requires_grad = trained
 
 
 def added(total, grads) -> list:

@@ -29,8 +29,8 @@ from ms_dtensor.pipeline import (
 )
 from ms_dtensor.pipeline import step as running
 from tests.cases import case, cases
-from tests.dist.support import each, refusal
-from tests.sharding.support import filled, set_trained
+from tests.dist.support import each, refusal, set_trained
+from tests.sharding.support import filled
 from tests.tiers import sampled
 
 RNG = np.random.default_rng(11)

@@ -14,21 +14,8 @@ import ms_dtensor as md
 from ms_dtensor import Shard, comm, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case, cases
-from tests.dist.support import added, counted, each, equal, equal_each, refusal, refused_alike, same_on_all_ranks
-from tests.sharding.support import (
-    ROWS,
-    WAYS,
-    Net,
-    alike,
-    data_mesh,
-    filled,
-    mean_square,
-    own_rows,
-    rows_of,
-    same_step,
-    sharded,
-    twins,
-)
+from tests.dist.support import added, counted, each, equal, equal_each, mean_square, refused_alike, same_on_all_ranks
+from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, rows_of, same_step, sharded, twins
 from tests.tiers import sampled
 
 
@@ -83,7 +70,7 @@ def backward_prefetch(world):
     assert sorted(got) == sorted(order), (got, order)
     first, second = order[2], order[3]  # blocks 1 and 0 usually
     assert got.index(second) < got.index(first), (got, order)
-    text = refusal(lambda: net.blocks[0].set_modules_to_backward_prefetch([nn.Dense(4, 4)]), ConfigError)
+    text = refused_alike(world, lambda: net.blocks[0].set_modules_to_backward_prefetch([nn.Dense(4, 4)]), ConfigError)
     assert "set_modules_to_backward_prefetch" in text, text
 
 
@@ -135,9 +122,8 @@ def a_method_registered_as_forward(world):
         alike(net, plain, mesh, what="construct, which calls it")
         equal(net.encode(own_rows(mesh)), plain.encode(Tensor(ROWS)), "plain rows")
     whole = fully_shard(filled(Language()), mesh=mesh)
-    text = refusal(lambda: md.register_fsdp_forward_method(whole, "decode"), ConfigError)
+    text = refused_alike(world, lambda: md.register_fsdp_forward_method(whole, "decode"), ConfigError)
     assert "decode" in text and "register_fsdp_forward_method" in text, text
-    same_on_all_ranks(world, text)
     net = filled(Language())  # not sharded: nothing changes, as in PyTorch
     md.register_fsdp_forward_method(net, "encode")
     equal(net.encode(Tensor(ROWS)), filled(Language()).encode(Tensor(ROWS)))
@@ -161,8 +147,7 @@ def a_list_of_cells_as_one_unit(world):
         net(rows_of(mesh))
     assert count["all_gather", "forward"] == 2, count
     for wrong in ([], [net, 3], (net.blocks[1], net.blocks[1])):
-        text = refusal(lambda wrong=wrong: fully_shard(wrong, mesh=mesh), (ConfigError, LayoutError))
-        same_on_all_ranks(world, text)
+        refused_alike(world, lambda wrong=wrong: fully_shard(wrong, mesh=mesh), (ConfigError, LayoutError))
 
 
 @case(2)
@@ -212,7 +197,7 @@ def micro_batches_over_copies(world, waits, steps: int) -> None:
             total = added(total, grads)
         equal_each(total, [w * len(waits) for w in want], params)
     equal_each(step(x)[1], want, params, "nothing is left over")
-    text = refusal(lambda: net.set_requires_all_reduce(1), ConfigError)
+    text = refused_alike(world, lambda: net.set_requires_all_reduce(1), ConfigError)
     assert "set_requires_all_reduce" in text, text
 
 
@@ -232,7 +217,7 @@ def replicate_leaves_ignored_modules_alone(world):
     net = filled(Net())
     replicate(net, mesh=mesh, ignored_modules=[net.blocks[1]])
     assert not isinstance(net.blocks[1][0].weight, md.DTensor) and isinstance(net.blocks[0][0].weight, md.DTensor)
-    text = refusal(lambda: replicate(filled(Net()), mesh=mesh, ignored_modules=[3]), ConfigError)
+    text = refused_alike(world, lambda: replicate(filled(Net()), mesh=mesh, ignored_modules=[3]), ConfigError)
     assert "ignored_modules" in text, text
 
 

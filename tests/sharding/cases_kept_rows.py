@@ -23,9 +23,9 @@ from ms_dtensor.internals.names import NoFallbackGuard, no_grad
 from ms_dtensor.parallel.sharding.block import Block
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
-from tests.dist.support import counted, each
+from tests.dist.support import counted, each, mean_square
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import data_mesh, filled, mean_square, rows_of
+from tests.sharding.support import data_mesh, filled, rows_of
 from tests.tiers import sampled
 
 POLICY = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)

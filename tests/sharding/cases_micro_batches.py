@@ -10,20 +10,8 @@ from mindspore import Tensor, mint, nn, ops
 
 from ms_dtensor import MixedPrecisionPolicy, value_and_grad
 from tests.cases import case
-from tests.dist.support import added, counted, crossed, each, equal, equal_each
-from tests.sharding.support import (
-    ROWS,
-    SHARDED,
-    WAYS,
-    Net,
-    data_mesh,
-    filled,
-    mean_square,
-    replicated,
-    rows_of,
-    sharded,
-    twins,
-)
+from tests.dist.support import added, counted, crossed, each, equal, equal_each, mean_square
+from tests.sharding.support import ROWS, SHARDED, WAYS, Net, data_mesh, filled, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
 

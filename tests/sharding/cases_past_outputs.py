@@ -7,8 +7,8 @@ import itertools
 from mindspore import mint, nn, ops
 
 from tests.cases import case, cases
-from tests.dist.support import crossed, each
-from tests.sharding.support import WAYS, alike, data_mesh, filled, set_trained, twins
+from tests.dist.support import crossed, each, set_trained
+from tests.sharding.support import WAYS, alike, data_mesh, filled, twins
 from tests.tiers import sampled
 
 

@@ -19,21 +19,8 @@ from mindspore.graph.api import _pynative_executor
 import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
 from tests.cases import case, cases
-from tests.dist.support import crossed, each, equal, equal_each, equal_values
-from tests.sharding.support import (
-    ROWS,
-    WAYS,
-    Net,
-    alike,
-    data_mesh,
-    filled,
-    mean_square,
-    own_rows,
-    rows_of,
-    set_trained,
-    sharded,
-    twins,
-)
+from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, set_trained
+from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, rows_of, sharded, twins
 from tests.tiers import sampled
 
 

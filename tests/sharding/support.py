@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
-from tests.dist.support import counted, equal, equal_each, equal_steps
+from tests.dist.support import counted, equal, equal_each, equal_steps, mean_square
 
 ROWS = np.random.default_rng(5).normal(size=(8, 4)).astype(np.float32)
 
@@ -85,10 +85,6 @@ def own_rows(mesh, rows=ROWS) -> Tensor:
     return Tensor(np.array_split(rows, mesh.size())[mesh.get_group().rank_index])
 
 
-def mean_square(net) -> Callable:
-    return lambda x: (net(x) ** 2).mean()
-
-
 def alike(net, plain, mesh, loss: Callable[[Any], Callable] = mean_square, what: str = "", rows=ROWS, rtol: float = 2e-5):
     """Value, gradient of the input and of every trainable parameter, of one step; returns its communication."""
     params, theirs = list(plain.trainable_params()), list(net.trainable_params())
@@ -123,9 +119,3 @@ def same_step(net, plain, x, loss: Callable[[Any], Callable] = mean_square, rows
         got = value_and_grad(loss(net), None, net.trainable_params())(x)
     equal_steps(got, want, net.trainable_params())
     return count
-
-
-def set_trained(trained: bool, *cells: nn.Cell) -> None:
-    """All their parameters are trained, or none."""
-    for p in (p for cell in cells for p in cell.get_parameters()):
-        p.requires_grad = trained
