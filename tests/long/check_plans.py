@@ -16,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,27 +31,16 @@ from ms_dtensor.redistribute.plan import plan  # noqa: E402
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results  # noqa: E402
 
 
-def optimality(every: int, meshes: list[tuple[int, ...]]) -> list[dict]:
-    """Cost gap of each (mesh, shape)."""
+def checked(check: Callable, shapes: dict, every: int, meshes: list[tuple[int, ...]]) -> list[dict]:
+    """Of each mesh and shape the pairs, and their cost gap or what results are wrong."""
     out = []
-    for mesh in meshes:
-        for shape in SHAPES[mesh]:
-            started = time.process_time()
-            pairs, worst = check_costs(mesh, shape, every)
-            out.append({"mesh": mesh, "shape": shape, "pairs": pairs, "worst_relative_gap": worst,
-                        "cpu_seconds": round(time.process_time() - started, 1)})
-            print(json.dumps(out[-1]), file=sys.stderr, flush=True)
-    return out
-
-
-def execution(every: int, meshes: list[tuple[int, ...]]) -> list[dict]:
-    """Wrong results of each (mesh, shape)."""
-    out = []
-    for mesh in meshes:
-        for shape in EXECUTED[mesh]:
-            pairs, wrong = check_results(mesh, shape, every)
-            out.append({"mesh": mesh, "shape": shape, "pairs": pairs, "wrong": len(wrong), "first": wrong[:1]})
-            print(json.dumps(out[-1]), file=sys.stderr, flush=True)
+    for mesh, shape in [(one, shape) for one in meshes for shape in shapes[one]]:
+        started = time.process_time()
+        pairs, found = check(mesh, shape, every)
+        told = {"worst_relative_gap": found} if check is check_costs else {"wrong": len(found), "first": found[:1]}
+        out.append({"mesh": mesh, "shape": shape, "pairs": pairs, **told,
+                    "cpu_seconds": round(time.process_time() - started, 1)})
+        print(json.dumps(out[-1]), file=sys.stderr, flush=True)
     return out
 
 
@@ -96,8 +86,8 @@ def main() -> int:
         print(json.dumps(speed(args.pairs, args.seed), indent=1))
         return 0
     meshes = [tuple(map(int, args.mesh.split(",")))] if args.mesh else list(MESHES)
-    costs = optimality(args.every, meshes) if args.only != "results" else []
-    results = execution(args.every, meshes) if args.only != "costs" else []
+    costs = checked(check_costs, SHAPES, args.every, meshes) if args.only != "results" else []
+    results = checked(check_results, EXECUTED, args.every, meshes) if args.only != "costs" else []
     worst, wrong = max((x["worst_relative_gap"] for x in costs), default=0.0), sum(x["wrong"] for x in results)
     print(json.dumps({"pairs_compared": sum(x["pairs"] for x in costs), "worst_relative_gap": worst,
                       "pairs_executed": sum(x["pairs"] for x in results), "wrong": wrong,

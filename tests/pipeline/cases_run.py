@@ -256,31 +256,22 @@ def pipelines_beside_other_axes(world):
     beside_other_axes(world, ("gpipe", "1f1b", "interleaved"), 0)
 
 
-@case(2)
-def one_data_rank_holds_no_gradient_back(world):
-    """Nothing is waited for, so no zeros are handed out and added up: each micro-batch's gradients are the step's own."""
-    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    for way in ("replicate", "blocks"):
+@cases(2, {"one_data_rank_holds_no_gradient_back": (1, reduce, "fresh", ("1f1b", "1f1b"))})
+@cases(4, {"zeros_of_gradients_held_back_are_not_added_up": (2, running, "added", ("1f1b", "zbh1"))})
+def without_zeros(world, data_ranks: int, module, makes: str, names) -> None:
+    """On one data rank nothing is waited for, so no zeros are handed out: each micro-batch's gradients are the step's own.
+
+    Of several, what micro-batches owe comes with the last one, so a step has nothing to add.
+    """
+    mesh = md.init_device_mesh("cpu", (2, data_ranks), mesh_dim_names=("pp", "dp"))
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+    for way, name in zip(("blocks", "replicate"), names):
         net = filled(Net())
         want, stages = one_device(net, False), pipeline(net, mesh["pp"])
         WAYS[way](stages[0].module, mesh)
-        x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
         for step in range(2):
-            with mock.patch.object(reduce, "fresh", side_effect=AssertionError("zeros")):
-                right(Schedule1F1B(stages, 4, loss_fn), want, f"{way}, step {step}", t, args=(x,))
-
-
-@case(4)
-def zeros_of_gradients_held_back_are_not_added_up(world):
-    """Several data ranks: what micro-batches owe comes with the last one, so a step has nothing to add."""
-    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for way, kind in (("blocks", Schedule1F1B), ("replicate", ScheduleZBH1)):
-        net = filled(Net())
-        want, stages = one_device(net, False), pipeline(net, mesh["pp"])
-        WAYS[way](stages[0].module, mesh)
-        x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
-        with mock.patch.object(running, "added", side_effect=AssertionError("added")):
-            right(kind(stages, 4, loss_fn), want, way, t, args=(x,))
+            with mock.patch.object(module, makes, side_effect=AssertionError(makes)):
+                right(KINDS[name][0](stages, 4, loss_fn), want, f"{way}, step {step}", t, args=(x,))
 
 
 @case(4, timeout=180)

@@ -34,16 +34,20 @@ def named(world, run, names) -> str:
     return text
 
 
-def differing(world, way: str, orders: str, forward: bool) -> None:
-    """Rank 0's order of equal cells, and the others'."""
-    mesh, net = data_mesh(world), filled(Net())
-    WAYS[way](net, mesh, net.blocks)
+def apart(world, net, mesh, orders, names, forward: bool = False) -> None:
+    """After two steps in which prefetch and buckets have learnt, rank 0 has an order of cells, and the others another."""
     x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
     for _ in range(2):
-        step(x)  # as prefetch and buckets have learnt it
-    net.order = ORDERS[orders][world.rank > 0]
-    named(world, (lambda: net(x)) if forward else (lambda: step(x)), ("blocks", "0.weight", "SequentialCell"))
+        step(x)
+    net.order = orders[world.rank > 0]
+    named(world, (lambda: net(x)) if forward else (lambda: step(x)), names)
     assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
+
+
+def differing(world, way: str, orders: str, forward: bool) -> None:
+    mesh, net = data_mesh(world), filled(Net())
+    WAYS[way](net, mesh, net.blocks)
+    apart(world, net, mesh, ORDERS[orders], ("blocks", "0.weight", "SequentialCell"), forward)
 
 
 ORDERS = {"swapped": ((0, 1, 2), (1, 0, 2)), "skipped": ((0, 1, 2), (0, 2)), "skipped last": ((0, 1, 2), (0, 1)),
@@ -84,10 +88,7 @@ def models_apart(world, way: str) -> None:
     mesh, net = data_mesh(world), Apart()
     for cell in (net.a, net.b):
         WAYS[way](cell, mesh, ())
-    x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
-    step(x)
-    net.order = "ab" if world.rank == 0 else "ba"
-    named(world, lambda: step(x), ("a.", "b.", "Net"))
+    apart(world, net, mesh, ("ab", "ba"), ("a.", "b.", "Net"))
 
 
 class Gain(nn.Cell):
@@ -113,11 +114,7 @@ def a_gradient_that_one_rank_does_not_reach_or_reaches_twice(world):
         for how in ({}, {"bucket_mb": 0}, {"mp_policy": MixedPrecisionPolicy(param_dtype=ms.float16)}):
             mesh, net = data_mesh(world), Gains()
             replicate(net, mesh=mesh, **how)
-            x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
-            step(x)
-            net.order = "ab" if world.rank == 0 else order
-            named(world, lambda step=step, x=x: step(x), ("a.w",))
-            assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
+            apart(world, net, mesh, ("ab", order), ("a.w",))
 
 
 @case((2, 4))
