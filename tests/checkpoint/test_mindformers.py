@@ -82,37 +82,32 @@ def test_what_is_written_for_them_is_read_back(tmp_path):
     assert md.checkpoint.convert(target.parent, tmp_path / "again.safetensors")["tensors"] == len(WHOLE)
 
 
-def change(told: dict, what: str) -> None:
-    weight, stored = told["state_dict_metadata"]["decoder.qkv.weight"], told["storage_data"]
-    first = str(("decoder.qkv.weight", (0,)))
-    actions = {
-        "a piece less": lambda: weight["chunk"].pop(),
-        "a piece twice": lambda: weight["chunk"].append(dict(weight["chunk"][0])),
-        "a piece outside": lambda: weight["chunk"][3].update(global_offset=[4]),
-        "another shape": lambda: weight.update(global_shape=[8, 7]),
-        "a negative shape": lambda: weight.update(global_shape=[-8, 6]),
-        "pieces that overlap": lambda: weight["chunk"][3].update(global_offset=[0]),
-        "an offset": lambda: weight["chunk"][3].update(global_offset=[4, 3]),
-        "other parts": lambda: weight.update(axis_fragmentations=[4, 1]),
-        "parts of no dim": lambda: weight.update(axis_fragmentations=[4]),
-        "no parts": lambda: weight.pop("axis_fragmentations"),
-        "no pieces": lambda: weight.update(chunk=[]), "no place": lambda: stored.pop(first),
-        "a path": lambda: stored[first][0].update(file_name="../model-0000000-0000004.safetensors"),
-        "no such file": lambda: stored[first][0].update(file_name="model-9.safetensors"),
-        "another's file": lambda: stored[first][0].update(file_name="opt-0000000-0000004.safetensors"),
-        "no list": lambda: told.pop("storage_data"), "text": lambda: weight.update(global_shape="8"),
-    }
-    actions[what]()
+FIRST = str(("decoder.qkv.weight", (0,)))
+CHANGES = {  # of a weight, of what is stored, and of the whole list
+    "a piece less": lambda weight, stored, told: weight["chunk"].pop(),
+    "a piece twice": lambda weight, stored, told: weight["chunk"].append(dict(weight["chunk"][0])),
+    "a piece outside": lambda weight, stored, told: weight["chunk"][3].update(global_offset=[4]),
+    "another shape": lambda weight, stored, told: weight.update(global_shape=[8, 7]),
+    "a negative shape": lambda weight, stored, told: weight.update(global_shape=[-8, 6]),
+    "pieces that overlap": lambda weight, stored, told: weight["chunk"][3].update(global_offset=[0]),
+    "an offset": lambda weight, stored, told: weight["chunk"][3].update(global_offset=[4, 3]),
+    "other parts": lambda weight, stored, told: weight.update(axis_fragmentations=[4, 1]),
+    "parts of no dim": lambda weight, stored, told: weight.update(axis_fragmentations=[4]),
+    "no parts": lambda weight, stored, told: weight.pop("axis_fragmentations"),
+    "no pieces": lambda weight, stored, told: weight.update(chunk=[]),
+    "no place": lambda weight, stored, told: stored.pop(FIRST),
+    "a path": lambda weight, stored, told: stored[FIRST][0].update(file_name="../model-0000000-0000004.safetensors"),
+    "no such file": lambda weight, stored, told: stored[FIRST][0].update(file_name="model-9.safetensors"),
+    "another's file": lambda weight, stored, told: stored[FIRST][0].update(file_name="opt-0000000-0000004.safetensors"),
+    "no list": lambda weight, stored, told: told.pop("storage_data"),
+    "text": lambda weight, stored, told: weight.update(global_shape="8")}
 
 
-@pytest.mark.parametrize("what", ["a piece less", "a piece twice", "a piece outside", "another shape", "a negative shape",
-                                  "pieces that overlap", "an offset", "other parts", "parts of no dim", "no parts",
-                                  "no pieces", "no place", "a path", "no such file", "another's file",
-                                  "no list", "text"])
+@pytest.mark.parametrize("what", CHANGES)
 def test_a_list_that_does_not_fit_is_refused(tmp_path, what):
     folder = written(tmp_path / "theirs")
     told = json.loads((folder / "metadata.json").read_text())
-    change(told, what)
+    CHANGES[what](told["state_dict_metadata"]["decoder.qkv.weight"], told["storage_data"], told)
     (folder / "metadata.json").write_text(json.dumps(told))
     for target in (tmp_path / "ours", tmp_path / "w.safetensors"):
         with pytest.raises(CheckpointError, match="no list of a MindFormers checkpoint|outside|overlap|piece"):

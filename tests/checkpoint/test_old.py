@@ -17,6 +17,7 @@ from ms_dtensor.checkpoint.parsing import parse
 from ms_dtensor.checkpoint.reader import Reader, read_index
 from ms_dtensor.errors import CheckpointError
 from tests.checkpoint.old.make_v1 import VALUES, arrays
+from tests.checkpoint.test_index import _set
 
 V1 = Path(__file__).parent / "old" / "v1"
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -56,16 +57,6 @@ def test_each_of_its_bytes_is_still_watched_over(tmp_path):
         assert checkpoint.verify(tmp_path / "a")
         path.write_bytes(good)
     assert checkpoint.verify(tmp_path / "a") == []
-
-
-def _set(*path):
-    *path, last, value = path
-
-    def change(body):
-        for name in path:
-            body = body[name]
-        body[last] = value
-    return change
 
 
 A = "shard-00000-of-00002.safetensors"

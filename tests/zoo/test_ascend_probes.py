@@ -2,14 +2,19 @@
 """The probes of a borrowed node, against doubles that record what MindSpore is asked: what they say of bad devices, too."""
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor, profiler
 
-from scripts.ascend import probes
+from model_zoo.llama.tools import bf16_losses  # noqa: F401  its configuration is asked for
+from ms_dtensor import comm
+from ms_dtensor.ops.local import varlen
+from scripts.ascend import context, probes
 
 pytestmark = pytest.mark.usefixtures("cpu")
 ALONE = SimpleNamespace(rank=0, size=1)
@@ -41,10 +46,6 @@ def test_a_room_that_is_not_filled_anew_as_it_should_is_a_failure(counted, fault
 
 def test_a_profile_is_asked_for_as_the_documents_say(monkeypatch, tmp_path):
     """Three steps after two; the names and keywords are those of the installed `mindspore.profiler`."""
-    import inspect
-
-    from mindspore import profiler
-
     seen, taken, real = [], [], profiler.profile
 
     class Double:
@@ -76,9 +77,6 @@ def test_a_profile_is_asked_for_as_the_documents_say(monkeypatch, tmp_path):
 
 
 def test_a_refusal_is_written_down_and_a_silent_wrong_answer_is_a_failure():
-    import mindspore as ms
-    from mindspore import Tensor
-
     def asked(answer):
         def all_reduce(x, op, group):
             assert (op, group, x.dtype) == ("prod", "world", ms.bfloat16)
@@ -92,10 +90,6 @@ def test_a_refusal_is_written_down_and_a_silent_wrong_answer_is_a_failure():
 
 
 def test_runs_that_differ_by_a_bit_are_a_failure(monkeypatch):
-    from mindspore import Tensor
-
-    from model_zoo.llama.tools import bf16_losses  # noqa: F401  its configuration is asked for
-
     runs = iter([1.0, 1.0, 1.0, np.nextafter(np.float32(1.0), np.float32(2.0))])
 
     class Param:
@@ -115,8 +109,6 @@ def test_runs_that_differ_by_a_bit_are_a_failure(monkeypatch):
 
 
 def test_a_death_that_nobody_is_told_of_is_a_failure(monkeypatch, tmp_path):
-    from ms_dtensor import comm
-
     ended = []
     monkeypatch.setattr(probes.os, "kill", lambda pid, how: ended.append(how))
     monkeypatch.setattr(probes.time, "sleep", lambda seconds: None)
@@ -128,11 +120,6 @@ def test_a_death_that_nobody_is_told_of_is_a_failure(monkeypatch, tmp_path):
 
 
 def test_what_context_parallelism_asks_is_answered_and_a_kernel_that_mistakes_statistics_is_a_failure(monkeypatch):
-    import mindspore as ms
-
-    from ms_dtensor.ops.local import varlen
-    from scripts.ascend import context
-
     right = context.answers(ms.float32)
     assert len(right) == 4 and max(off for by in right.values() for off in by.values()) < 1e-5, right
     real = varlen.fused_grad
