@@ -6,6 +6,7 @@ A program is a function of the world's size that builds a model, takes one step 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
@@ -87,7 +88,7 @@ def gradients(net: nn.Cell, x: Tensor, weights: Tensor):
     return md.value_and_grad(loss, None, net.trainable_params())(x)
 
 
-def _tp(n: int, sequence: bool) -> list[CommEvent]:
+def tp(n: int, sequence: bool) -> list[CommEvent]:
     mesh, (x, w) = md.init_device_mesh("cpu", (n,), mesh_dim_names=("tp",)), batch()
     net = tensor_parallel(Net(), mesh, sequence)
     x, w = md.distribute_tensor(x, mesh, [md.Shard(1) if sequence else md.Replicate()]), md.distribute_tensor(w, mesh)
@@ -96,17 +97,9 @@ def _tp(n: int, sequence: bool) -> list[CommEvent]:
     return events
 
 
-def tp(n: int) -> list[CommEvent]:
-    return _tp(n, False)
-
-
-def sp(n: int) -> list[CommEvent]:
-    return _tp(n, True)
-
-
-def _data(n: int, wrap: Callable, width: int = WIDTH, hidden: int = HIDDEN) -> list[CommEvent]:
+def data(n: int, wrap: Callable, width: int = WIDTH, hidden: int = HIDDEN) -> list[CommEvent]:
     mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
-    net = wrap(Net(width=width, hidden=hidden), mesh)
+    net = wrap(Net(width=width, hidden=hidden), mesh=mesh)
     x, w = (md.distribute_tensor(t, mesh, [md.Shard(0)]) for t in batch(width))
     with comm.record() as events:
         _, grads = gradients(net, x, w)
@@ -116,28 +109,18 @@ def _data(n: int, wrap: Callable, width: int = WIDTH, hidden: int = HIDDEN) -> l
     return events
 
 
-def replicate(n: int) -> list[CommEvent]:
-    return _data(n, lambda net, mesh: md.replicate(net, mesh=mesh))
-
-
-def zero1(n: int) -> list[CommEvent]:
-    return _data(n, lambda net, mesh: md.replicate(net, mesh=mesh, zero1=True))
-
-
 def fully_sharded(net: nn.Cell, mesh) -> nn.Cell:
     for layer in net.layers:
         md.fully_shard(layer, mesh=mesh)
     return md.fully_shard(net, mesh=mesh)
 
 
-def recomputed(n: int) -> list[CommEvent]:
+def recomputed(net: nn.Cell, mesh) -> nn.Cell:
     """FSDP whose layers keep nothing: what the backward runs again gathers and reduces again."""
-    def wrap(net: nn.Cell, mesh) -> nn.Cell:
-        out = fully_sharded(net, mesh)
-        for layer in net.layers:
-            layer.recompute()
-        return out
-    return _data(n, wrap)
+    out = fully_sharded(net, mesh)
+    for layer in net.layers:
+        layer.recompute()
+    return out
 
 
 def both(n: int) -> list[CommEvent]:
@@ -152,10 +135,6 @@ def both(n: int) -> list[CommEvent]:
     return events
 
 
-def fsdp(n: int) -> list[CommEvent]:
-    return _data(n, fully_sharded)
-
-
 def fsdp_by_parts(n: int) -> list[CommEvent]:
     """Of several weights in one each rank has a part of each; large enough for the memory that collectives write into."""
     def wrap(net: nn.Cell, mesh) -> nn.Cell:
@@ -163,10 +142,10 @@ def fsdp_by_parts(n: int) -> list[CommEvent]:
             md.fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: md.FusedShard(0, (256, 128, 128))
                            if p.shape[0] == 512 else None)
         return md.fully_shard(net, mesh=mesh)
-    return _data(n, wrap, 128, 512) + _data(n, wrap, 16, 512)
+    return data(n, wrap, 128, 512) + data(n, wrap, 16, 512)
 
 
-def _cp(n: int, algorithm: str) -> list[CommEvent]:
+def cp(n: int, algorithm: str) -> list[CommEvent]:
     mesh, tokens = md.init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)), md.balance((32, 12, 10, 6, 4), n)
     rng, attention = np.random.default_rng(0), md.context_attention(mesh["cp"], algorithm=algorithm)
     q, k, v, dout = tokens.cut(*(rng.normal(size=(len(tokens), heads, 4)).astype(np.float32) for heads in (8, 2, 2, 8)),
@@ -176,15 +155,7 @@ def _cp(n: int, algorithm: str) -> list[CommEvent]:
     return events
 
 
-def cp(n: int) -> list[CommEvent]:
-    return _cp(n, "gather")
-
-
-def ring(n: int) -> list[CommEvent]:
-    return _cp(n, "ring")
-
-
-def _ep(n: int, once: bool) -> list[CommEvent]:
+def ep(n: int, once: bool) -> list[CommEvent]:
     """Every rank's tokens choose one expert after another, as a dry run takes it."""
     mesh, rng = md.init_device_mesh("cpu", (n,), mesh_dim_names=("ep",)), np.random.default_rng(0)
     rows, k, d, f, cut = 16, 2, 8, 12, [md.Shard(0)]
@@ -199,14 +170,6 @@ def _ep(n: int, once: bool) -> list[CommEvent]:
     return events
 
 
-def ep(n: int) -> list[CommEvent]:
-    return _ep(n, False)
-
-
-def ep_once(n: int) -> list[CommEvent]:
-    return _ep(n, True)
-
-
 def pp(n: int) -> list[CommEvent]:
     mesh, (x, w) = md.init_device_mesh("cpu", (n,), mesh_dim_names=("pp",)), batch()
     schedule = Schedule1F1B(pipeline(Net(layers=2 * n), mesh), 4, lambda out, w: (out * w).sum())
@@ -215,15 +178,20 @@ def pp(n: int) -> list[CommEvent]:
     return events
 
 
-PROGRAMS = (tp, sp, replicate, zero1, fsdp, recomputed, both, cp, ring, ep, ep_once, pp, fsdp_by_parts)
+PROGRAMS: dict[str, Callable[[int], list[CommEvent]]] = {
+    "tp": partial(tp, sequence=False), "sp": partial(tp, sequence=True), "replicate": partial(data, wrap=md.replicate),
+    "zero1": partial(data, wrap=partial(md.replicate, zero1=True)), "fsdp": partial(data, wrap=fully_sharded),
+    "recomputed": partial(data, wrap=recomputed), "both": both, "cp": partial(cp, algorithm="gather"),
+    "ring": partial(cp, algorithm="ring"), "ep": partial(ep, once=False), "ep_once": partial(ep, once=True), "pp": pp,
+    "fsdp_by_parts": fsdp_by_parts}
 
 
-def same_step_dry(program: Callable[[int], list[CommEvent]], n: int, rank: int, device: str = "CPU") -> list[CommEvent]:
-    """What `program` communicates on a rank of a dry world; of a pipeline, the stages before run first."""
+def same_step_dry(program: str, n: int, rank: int, device: str = "CPU") -> list[CommEvent]:
+    """What a program communicates on a rank of a dry world; of a pipeline, the stages before run first."""
     messages: dict[str, bytes] = {}
-    for r in range(rank + 1) if program is pp else [rank]:
+    for r in range(rank + 1) if program == "pp" else [rank]:
         with dry_run(world=n, rank=r, device=device, values={"experts": EXPERTS}, messages=messages) as run:
-            events = program(n)
+            events = PROGRAMS[program](n)
         messages = run.messages
     return events
 

@@ -64,11 +64,11 @@ def dry_runs_communicate_what_ranks_do(world):
     """Every event, forward and backward: of the programs of all kinds of parallelism, one after another."""
     for program in sampled(dry_programs.PROGRAMS, 4, 1):
         with CommDebugMode():  # as a dry run names cells
-            real = [dry_programs.seen(e) for e in program(world.size)]
+            real = [dry_programs.seen(e) for e in dry_programs.PROGRAMS[program](world.size)]
         dry = [dry_programs.seen(e) for e in dry_programs.same_step_dry(program, world.size, world.rank)]
-        assert len(real) == len(dry) > 0, (program.__name__, len(real), len(dry))
+        assert len(real) == len(dry) > 0, (program, len(real), len(dry))
         for i, (a, b) in enumerate(zip(real, dry)):
-            assert a == b, f"{program.__name__}, event {i}: real {a}, dry {b}"
+            assert a == b, f"{program}, event {i}: real {a}, dry {b}"
 
 
 class _Block(nn.Cell):
