@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import ms_dtensor as md
 from ms_dtensor import checkpoint, optim
 from ms_dtensor.checkpoint.reader import read_index
+from ms_dtensor.checkpoint.state import State
 from ms_dtensor.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -156,7 +157,6 @@ def test_none_and_kinds_of_numbers_go_together(tmp_path, here, there):
 
 def test_the_order_of_a_states_keys_means_nothing(tmp_path):
     """Of a set it differs by process: ranks then plan other files, and a load finds other keys missing."""
-    from ms_dtensor.checkpoint.state import State
     shared = np.ones(2)
     state = {"layers.10.w": np.ones(3), "b": shared, "layers.2.w": np.zeros(3), "a": shared, "y": 1, "x": 2}
     told = [State(dict(items), "save") for items in (state.items(), reversed(state.items()))]

@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
+from ms_dtensor.core.balance import Mask
+from ms_dtensor.core.tokens import keys_by_rank
 from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.support import refusal, same_on_all_ranks
@@ -79,8 +81,6 @@ def kinds(n):
 
 def bytes_of_rows(tokens, me, g, causal=True, window=None):
     """What the tables say this rank sends of keys and values in float64."""
-    from ms_dtensor.core.balance import Mask
-    from ms_dtensor.core.tokens import keys_by_rank
     table = keys_by_rank(tokens, Mask(causal, window))
     return sum(len(keys.rows[me]) for r, keys in enumerate(table) if r != me) * 2 * g * E * 8
 
@@ -181,7 +181,6 @@ def beside_data_and_tensor_parallelism(world):
 
 @case(world_size=2)
 def narrow_floats_are_computed_in_float32_and_rounded_once(world):
-    import mindspore as ms
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     tokens, arrays = md.balance([9, 6], 2), drawn(15, 4, 2)
     for dtype, eps in ((ms.float16, 2.0**-11), (ms.bfloat16, 2.0**-8)):
@@ -191,7 +190,6 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
         q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
         for algorithm in ("gather", "ring"):
             attention = md.context_attention(mesh["cp"], algorithm)
-
 
             def loss(q, k, v, f=attention, dout=dout):
                 return (f(q, k, v, tokens) * dout).astype(ms.float32).sum()

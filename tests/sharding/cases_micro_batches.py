@@ -8,6 +8,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
+from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.data import Text
+from model_zoo.llama.parallelize import make_mesh
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor import MixedPrecisionPolicy, value_and_grad
 from tests.cases import case
 from tests.dist.support import added, counted, crossed, each, equal, equal_each, mean_square
@@ -172,10 +176,6 @@ def forgotten_gradients_of_a_replicated_cell(world):
 
 def llama(parallel, micro_batches: int):
     """Gradients of one step of the recipe and what it communicated in the backward."""
-    from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-    from model_zoo.llama.data import Text
-    from model_zoo.llama.parallelize import make_mesh
-    from model_zoo.llama.trainer import Trainer
     cfg = Config(model=ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=37),
                  parallel=parallel or ParallelConfig(),
                  train=TrainConfig(steps=2, batch=8, seq=12, micro_batches=micro_batches), optim=OptimConfig())
@@ -188,7 +188,6 @@ def llama(parallel, micro_batches: int):
 
 @case(2, timeout=120)
 def the_recipes_data_parallel_trainer_reduces_once_a_step(world):
-    from model_zoo.llama.config import ParallelConfig
     loss, wanted, _ = llama(None, 1)
     for micro_batches in (1, 4):
         got, grads, count = llama(ParallelConfig(dp=2, tp=1, loss_parallel=False), micro_batches)

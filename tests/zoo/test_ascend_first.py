@@ -13,9 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from scripts.ascend import node
+from ms_dtensor.debug.predict import load_hardware
+from ms_dtensor.tools import ranks as started
+from scripts.ascend import node, ranks
 from tests.msrun import PATIENCE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/ascend_first.py"
@@ -39,7 +42,6 @@ def test_every_part_runs_here_over_the_emulator(tmp_path):
                  "experts gradient 4", "flash_attention_score TND gradient 2", "attention of documents value", "fb add",
                  "does not reduce prod BFloat16", "s after the death", "by_rank", '"bytes": 16384'):
         assert name in text, name
-    from ms_dtensor.debug.predict import load_hardware
     machine = load_hardware(tmp_path / "report.machine.yaml")
     assert machine.source.startswith("measured on 2 ranks") and {*machine.asking} == {"op", "collective"}
 
@@ -62,9 +64,6 @@ def test_without_an_npu_it_says_why_and_fails_within_a_second(tmp_path):
 
 
 def test_a_rank_that_mindspore_starts_for_the_cpu_runs_nothing(monkeypatch):
-    from ms_dtensor.tools import ranks as started
-    from scripts.ascend import ranks
-
     monkeypatch.setattr(started, "start_device", lambda: "cpu")
     with pytest.raises(RuntimeError, match="started for 'cpu' on this rank, not for an NPU"), ranks.world_of(False):
         raise AssertionError("ran")
@@ -164,8 +163,6 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path):
 
 
 def test_off_ops_and_missing_ones_are_failures(tmp_path, monkeypatch):
-    import numpy as np
-
     given = {}
     right = {"a value": np.ones(3, np.float32), "b value": np.ones(2, np.float32)}
 

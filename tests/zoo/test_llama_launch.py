@@ -23,6 +23,8 @@ from model_zoo.llama.hold import hold
 from model_zoo.llama.launch import Nodes, after_signal, first_failure, msrun_command
 from model_zoo.llama.ranks import LAUNCHER as BY
 from model_zoo.llama.ranks import this_process
+from model_zoo.llama.train import run
+from ms_dtensor.comm.shm import rendezvous
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.ranks import FAILED, free_port, guarded
 from tests.msrun import PATIENCE
@@ -297,8 +299,6 @@ def test_ctrl_c_saves_where_it_was_asked_for(tmp_path):
 # -- what other jobs leave, and networks -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("msrun", "code", "said"), [("12", 0, ""), ("", 2, "unset MS_ROLE")])
 def test_the_scheduler_of_one_rank_does_not_do_its_work(msrun, code, said, monkeypatch, capsys):
-    from ms_dtensor.comm.shm import rendezvous
-
     monkeypatch.setattr(rendezvous, "msrun_ancestor", lambda: msrun)
     monkeypatch.setenv("MS_ROLE", "MS_SCHED")
     monkeypatch.setenv("MS_WORKER_NUM", "1")
@@ -317,8 +317,6 @@ def test_an_address_that_no_network_leads_to_is_refused():
 
 # -- a folder is of one run --------------------------------------------------------------------------------------------
 def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch):
-    from model_zoo.llama.train import run
-
     words = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--train.log_dir", str(tmp_path / "run")]
     cfg = load(words, 1)[0]
     saving = load([*words[:-1], str(tmp_path / "a"), "--checkpoint.interval", "5", "--checkpoint.dir", str(tmp_path / "c")],
@@ -392,8 +390,6 @@ def test_a_folder_that_another_user_has_is_refused(tmp_path):
 @pytest.mark.dist
 def test_two_nodes_train_as_one_machine_does(tmp_path, cpu):
     """Each node has its msrun, and they meet over TCP."""
-    from model_zoo.llama.train import run
-
     port, words = str(free_port()), [*TINY, "--train.log_dir", str(tmp_path / "two")]
     nodes = [run_llama(1, *words, NNODES="2", NODE_RANK=str(i), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
              for i in range(2)]

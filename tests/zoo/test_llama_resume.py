@@ -13,6 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from model_zoo.llama.restore import restore
+from model_zoo.llama.train import run
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor.checkpoint import latest
 from ms_dtensor.checkpoint.reader import Reader
 from ms_dtensor.errors import CheckpointError, ConfigError
@@ -85,8 +88,6 @@ def job(tmp_path):
 
 def train(folder: Path, *options: str) -> None:
     """train.py in this process."""
-    from model_zoo.llama.train import run
-
     run([*OPTIONS, "--train.log_dir", str(folder), "--checkpoint.interval", "1000", *options])
 
 
@@ -149,9 +150,6 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, cpu):
 
 def test_a_run_goes_on_with_its_own_model_only(tmp_path, cpu, capsys, monkeypatch):
     """Of equal shapes is not the same; config.yaml stays what it was. A checkpoint of before it was kept still loads."""
-    from model_zoo.llama.restore import restore
-    from model_zoo.llama.trainer import Trainer
-
     small = ["--model.n_layers", "1", "--train.steps", "1", "--train.eval_batches", "1"]
     for name, options, other, keys in (
             ("full", [], ["--model.n_heads", "8", "--model.n_kv_heads", "4", "--model.rope_theta", "1e4",
