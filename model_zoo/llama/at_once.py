@@ -14,6 +14,7 @@ from mindspore import Tensor, nn
 
 from ms_dtensor.dispatch.held import holding
 from ms_dtensor.internals.cells import is_hooked
+from ms_dtensor.internals.host import host_array
 from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local.rows_cpu import parts
 
@@ -32,16 +33,16 @@ class Products(Function):
     @staticmethod
     def forward(ctx, x: Tensor, *weights: Tensor):
         ctx.save_for_backward(x, *weights)
-        rows = x.asnumpy()
-        made = tuple(Tensor.from_numpy(rows @ w.asnumpy().T) for w in weights)
+        rows = host_array(x)
+        made = tuple(Tensor.from_numpy(rows @ host_array(w).T) for w in weights)
         return made if len(made) > 1 else made[0]
 
     @staticmethod
     def backward(ctx, *cotangents: Tensor):
         differentiated_once("Products at once are")
-        x, *weights = (t.asnumpy() for t in ctx.saved_tensors)
+        x, *weights = (host_array(t) for t in ctx.saved_tensors)
         dx, part, dweights = None, None, []
-        for dy, w in zip((d.asnumpy() for d in cotangents), weights):
+        for dy, w in zip((host_array(d) for d in cotangents), weights):
             dweights.append(dy.T @ x)
             if dx is None:
                 dx = dy @ w
@@ -57,21 +58,21 @@ class Gated(Function):
     @staticmethod
     def forward(ctx, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor):
         ctx.save_for_backward(x, w1, w3, w2)
-        rows = x.asnumpy()
-        gate, up = rows @ w1.asnumpy().T, rows @ w3.asnumpy().T
+        rows = host_array(x)
+        gate, up = rows @ host_array(w1).T, rows @ host_array(w3).T
         ctx.hidden = gate, up
         h = np.empty_like(gate)
         for a, b, _ in parts(gate, 3):
             part = _sigmoid(gate[a:b], h[a:b])
             part *= gate[a:b]
             part *= up[a:b]
-        return Tensor.from_numpy(h @ w2.asnumpy().T)
+        return Tensor.from_numpy(h @ host_array(w2).T)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         differentiated_once("Products at once are")
-        x, w1, w3, w2 = (t.asnumpy() for t in ctx.saved_tensors)
-        (gate, up), dy = ctx.hidden, dout.asnumpy()
+        x, w1, w3, w2 = (host_array(t) for t in ctx.saved_tensors)
+        (gate, up), dy = ctx.hidden, host_array(dout)
         dh = dy @ w2
         h, dgate = np.empty_like(gate), np.empty_like(gate)
         for a, b, (share, silu, *_) in parts(gate, 6):  # as many as are at work

@@ -19,6 +19,7 @@ from ms_dtensor import DTensor, moe
 from ms_dtensor.core.balance import Mask
 from ms_dtensor.dispatch.class_loss import row_losses
 from ms_dtensor.errors import OpRuleError
+from ms_dtensor.internals.host import host_array
 from ms_dtensor.internals.names import Function, recording
 from ms_dtensor.ops.local import cpu_nn, varlen_cpu
 
@@ -185,7 +186,7 @@ class AtOnce(Function):
     def forward(ctx, cfg: ModelConfig, of: bytes | None, q: Tensor, key: Tensor, value: Tensor):
         b, t = q.shape[:2]
         ctx.cos, ctx.sin, ctx.turn, ends = turned_by(cfg, t, of)
-        q, key = (turned(x.asnumpy(), ctx.cos, ctx.sin, ctx.turn) for x in (q, key))
+        q, key = (turned(host_array(x), ctx.cos, ctx.sin, ctx.turn) for x in (q, key))
         ctx.rows = [x.reshape(b * t, *x.shape[2:]) for x in (q, key, value.asnumpy())]
         ends = ends or range(t, b * t + 1, t)
         ctx.how = ends, ends, Mask(True, cfg.sliding_window), score_scale(cfg)
@@ -196,7 +197,7 @@ class AtOnce(Function):
     @staticmethod
     def backward(ctx, dout: Tensor):
         differentiated_once("Attention at once is")
-        of_rows = varlen_cpu.backward(*ctx.rows, dout.asnumpy().reshape(ctx.result[0].shape), *ctx.result, *ctx.how)
+        of_rows = varlen_cpu.backward(*ctx.rows, host_array(dout).reshape(ctx.result[0].shape), *ctx.result, *ctx.how)
         dq, dkey, dvalue = (x.reshape(*dout.shape[:2], *x.shape[1:]) for x in of_rows)
         dq, dkey = (turned(x, ctx.cos, ctx.sin, ctx.turn, back=True) for x in (dq, dkey))
         return None, None, *map(Tensor.from_numpy, (dq, dkey, dvalue))

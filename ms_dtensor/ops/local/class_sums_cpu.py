@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
+from ...internals.host import host_array
 from ...internals.names import Function, recording
-from .lookup import host_values
 from .rows_cpu import parts
 
 
@@ -46,7 +46,7 @@ class ClassSums(Function):
                               "Of classes on a CPU it is differentiated once.", "mint.nn.functional.log_softmax(logits, -1)")
         shape, classes = ctx.saved_tensors[0]._shape, ctx.classes
         x, top, local, mine = _by_rows(*ctx.saved_tensors)
-        share = host_values(dout).reshape(len(x), -1)
+        share = host_array(dout).reshape(len(x), -1)
         grad = np.empty_like(x)
         for a, b, _ in parts(x):
             part = np.subtract(x[a:b], top[a:b], out=grad[a:b])
@@ -61,8 +61,8 @@ class ClassSums(Function):
 
 def greatest(logits: Tensor) -> Tensor:
     """[..., 1]: of each row."""
-    return Tensor.from_numpy(host_values(logits).max(-1, keepdims=True))
+    return Tensor.from_numpy(host_array(logits).max(-1, keepdims=True))
 
 
 def _by_rows(*tensors: Tensor) -> list[np.ndarray]:
-    return [host_values(x).reshape(-1, x._shape[-1]) for x in tensors]
+    return [host_array(x).reshape(-1, x._shape[-1]) for x in tensors]

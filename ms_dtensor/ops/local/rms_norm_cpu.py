@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
+from ...internals.host import host_array
 from ...internals.names import Function, recording
-from .lookup import host_values
 from .rows_cpu import parts
 
 
@@ -40,7 +40,7 @@ class RmsNormRows(Function):
                               "x * mint.rsqrt((x * x).mean(-1, True) + eps) * weight")
         x, weight = ctx.saved_tensors
         (rows, w), scale = _rows(x, weight), ctx.scale
-        dy, dscale = host_values(dy).reshape(rows.shape), host_values(dscale).reshape(scale.shape)
+        dy, dscale = host_array(dy).reshape(rows.shape), host_array(dscale).reshape(scale.shape)
         dx, dw, width = np.empty_like(rows), np.zeros_like(w), rows.dtype.type(w.size)
         with np.errstate(all="ignore"):
             for a, b, (normed,) in parts(rows, 1):
@@ -61,5 +61,5 @@ def _dots(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: Tensor, weight: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    w = host_values(weight).reshape(-1)
-    return host_values(x).reshape(-1, w.size), w
+    w = host_array(weight).reshape(-1)
+    return host_array(x).reshape(-1, w.size), w

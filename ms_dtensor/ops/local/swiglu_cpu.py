@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
+from ...internals.host import host_array
 from ...internals.names import Function, recording
 
 _FORWARD, _BACKWARD = "df", "ddffff"  # how wide the memory is that each takes for a part: as a row, or as what is hidden
@@ -28,7 +29,7 @@ class SwigluRows(Function):
     def forward(ctx, sizes: np.ndarray, at: np.ndarray, *tensors: Tensor):
         ctx.save_for_backward(*tensors)
         ctx.table = sizes, at
-        y, ctx.hidden = forward(sizes, at, *(x.asnumpy() for x in tensors))
+        y, ctx.hidden = forward(sizes, at, *(host_array(x) for x in tensors))
         return Tensor.from_numpy(y)
 
     @staticmethod
@@ -36,9 +37,9 @@ class SwigluRows(Function):
         if recording():
             raise OpRuleError("For 'moe', a second derivative is asked for.", "",
                               "Experts on a CPU are differentiated once.", "a product of each expert (mint.matmul)")
-        rows, weights, w1, w2, w3 = (x.asnumpy() for x in ctx.saved_tensors)
+        rows, weights, w1, w2, w3 = (host_array(x) for x in ctx.saved_tensors)
         (sizes, at), (gate, up) = ctx.table, ctx.hidden
-        grads = backward(sizes, at, rows, weights, w1, w2, w3, gate, up, dout.asnumpy())
+        grads = backward(sizes, at, rows, weights, w1, w2, w3, gate, up, host_array(dout))
         return None, None, *map(Tensor.from_numpy, grads)
 
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host tensor's memory as NumPy's: the values that `asnumpy` gives, of views and of every dtype, kept while it is used."""
+from __future__ import annotations
+
+import gc
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint
+
+import ms_dtensor as md
+from ms_dtensor.internals.host import host_array
+
+TABLE = np.random.default_rng(3).integers(-99, 99, (6, 8))
+
+
+def made() -> dict[str, Tensor]:
+    x = Tensor(TABLE.astype(np.float32))
+    return {"rows of another": x[2:5], "columns of another": x[:, 3:5], "turned": x.T, "every second": x[::2], "result": x + x,
+            "number": x.sum(), "nothing": x[:0], "one row": x[1:2, 2:7], "parameter": Parameter(x.copy(), name="p"),
+            "from NumPy": Tensor.from_numpy(TABLE[1:4].astype(np.float64))} | {
+        str(kind): Tensor(TABLE).astype(kind) for kind in (ms.float16, ms.bfloat16, ms.int32, ms.int64, ms.int8, ms.bool_)}
+
+
+@pytest.mark.parametrize("name", made())
+def test_it_is_what_asnumpy_gives(name):
+    x = made()[name]
+    want, got = x.float().asnumpy() if x.dtype == ms.bfloat16 else x.asnumpy(), host_array(x)
+    assert got.shape == want.shape and np.array_equal(got.astype(want.dtype), want)
+    assert x.dtype == ms.bfloat16 or got.dtype == want.dtype
+
+
+def test_it_is_the_memory_itself():
+    x = mint.add(Tensor(TABLE.astype(np.float32)), 1)
+    host_array(x)[2, 3] = 7
+    assert x[2, 3] == 7
+
+
+def test_it_outlives_the_tensor():
+    array = host_array(mint.add(Tensor(np.full((300, 300), 2.5, np.float32)), 1))
+    gc.collect()
+    others = [mint.add(Tensor(np.full((300, 300), 9.0, np.float32)), i) for i in range(20)]
+    assert (array == 3.5).all() and len(others) == 20
+
+
+def test_of_a_dtensor_it_is_the_shard():
+    mesh = md.init_device_mesh("cpu", (1,))
+    x = md.distribute_tensor(Tensor(TABLE.astype(np.float32)), mesh, [md.Shard(0)])
+    assert type(host_array(x)) is np.ndarray and np.array_equal(host_array(x), TABLE)
