@@ -17,7 +17,7 @@ TABLE = np.random.default_rng(3).integers(-99, 99, (6, 8))
 
 def made() -> dict[str, Tensor]:
     x = Tensor(TABLE.astype(np.float32))
-    return {"rows of another": x[2:5], "columns of another": x[:, 3:5], "turned": x.T, "every second": x[::2], "result": x + x,
+    return {"rows of another": x[2:5], "columns of another": x[:, 3:5], "turned": x.T, "every second": x[::2], "sum": x + x,
             "number": x.sum(), "nothing": x[:0], "one row": x[1:2, 2:7], "parameter": Parameter(x.copy(), name="p"),
             "from NumPy": Tensor.from_numpy(TABLE[1:4].astype(np.float64))} | {
         str(kind): Tensor(TABLE).astype(kind) for kind in (ms.float16, ms.bfloat16, ms.int32, ms.int64, ms.int8, ms.bool_)}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a tensor on the host, as NumPy's.
 
-`asnumpy` asks a tensor for its buffer, whose format NumPy reads in Python: 15 us on MindSpore 2.10, and a layer's kernels ask
-fifty times. Address, shape and dtype tell the same in 2.
+`asnumpy` asks a tensor for its buffer, whose format NumPy reads in Python: 15 us on MindSpore 2.10, and kernels ask fifty
+times a layer. Address, shape and dtype tell the same in 2.
 """
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -18,7 +19,7 @@ _KINDS = {mstype.float32: np.dtype(np.float32), mstype.float64: np.dtype(np.floa
 
 
 @lru_cache(maxsize=4096)
-def _bytes(count: int) -> type:
+def _bytes(count: int) -> type[ctypes.Array]:
     return ctypes.c_char * count
 
 
@@ -31,6 +32,6 @@ def host_array(x: Tensor) -> np.ndarray:
     start = None if kind is None else Tensor.data_ptr(x)
     if not start or not Tensor.is_contiguous(x):
         return Tensor._make_subclass(Tensor, x).asnumpy()
-    memory = _bytes(x._nbytes).from_address(start)
+    memory: Any = _bytes(x._nbytes).from_address(start)
     memory.owner = x  # keeps it
     return np.ndarray(x._shape, kind, memory)
