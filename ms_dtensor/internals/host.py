@@ -14,8 +14,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common import dtype as mstype
 
-_KINDS = {mstype.float32: np.dtype(np.float32), mstype.float64: np.dtype(np.float64), mstype.int32: np.dtype(np.int32),
-          mstype.int64: np.dtype(np.int64)}
+_KINDS: dict[Any, np.dtype] = {getattr(mstype, name): np.dtype(name) for name in ("float32", "float64", "int32", "int64")}
 
 
 @lru_cache(maxsize=4096)
