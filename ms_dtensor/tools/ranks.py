@@ -81,7 +81,9 @@ def guarded(run: Callable[[], None]) -> int:
             why, code = traceback.format_exc(), 1
             if not isinstance(error, DTensorError) and (told := explain(why)):  # of a device it comes when it is waited for
                 why += "\n".join((f"HCCL's {told[0]}: {told[1]}", *(f"  {way}" for way in told[2])))
-        print(f"{FAILED} rank={who} time={time.monotonic():.3f}\n{why}", file=sys.stderr, flush=True)
+        if os.environ.get("MS_ROLE") or world_size() > 1:  # a process that a user starts alone speaks to the user
+            why = f"{FAILED} rank={who} time={time.monotonic():.3f}\n{why}"
+        print(why, file=sys.stderr, flush=True)
         if world_size() > 1:
             time.sleep(PARTING_SECONDS)
         return code

@@ -305,6 +305,18 @@ def test_the_scheduler_of_one_rank_does_not_do_its_work(msrun, code, said, monke
     assert guarded(lambda: pytest.fail("it trains")) == code and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("role", [None, "MS_WORKER"])
+def test_a_process_alone_speaks_to_its_user_and_a_rank_to_its_launcher(role, monkeypatch, capsys):
+    def refused():
+        raise ConfigError("For 'model.dims', there is no such key.")
+    monkeypatch.delenv("MS_WORKER_NUM", raising=False)
+    monkeypatch.delenv("MS_ROLE", raising=False)
+    if role:
+        monkeypatch.setenv("MS_ROLE", role)
+    assert guarded(refused) == 2
+    assert capsys.readouterr().err.startswith(FAILED if role else "ConfigError: For 'model.dims'")
+
+
 def test_an_address_that_no_network_leads_to_is_refused():
     with pytest.raises(ConfigError, match="no network leads to no.such.host.invalid"):
         Nodes(2, 1, "no.such.host.invalid", 29500).check()
