@@ -20,6 +20,7 @@ import yaml
 import ms_dtensor
 from model_zoo.llama.config import Config
 from tests.dist import cases_docs
+from tests.mutants.faults import FAULTS
 from tests.msrun import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,6 +175,10 @@ def test_counts_of_the_surface_are_told_alike():
     rows, cells = re.search(r"^(\d+) rows, (\d+) cells", (DOCS / "mindspore_surface.md").read_text("utf-8"), re.M).groups()
     assert f"[{int(cells):,} cells](docs/mindspore_surface.md)" in OUTSIDE[0].read_text("utf-8")
     assert f"| {rows} programs of" in (DOCS / "index.md").read_text("utf-8")
+
+
+def test_planted_faults_are_counted():
+    assert f"node's script: {len(FAULTS)}, each" in (DOCS / "support.md").read_text("utf-8")
 
 
 def test_every_figure_is_shown():
