@@ -20,8 +20,8 @@ import yaml
 import ms_dtensor
 from model_zoo.llama.config import Config
 from tests.dist import cases_docs
-from tests.mutants.faults import FAULTS
 from tests.msrun import PATIENCE
+from tests.mutants.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
