@@ -43,6 +43,9 @@ from .operands import (
 from .replicas import compare_constant
 from .views import is_view, link
 
+# Operations of which MindSpore keeps an operand as the tensor that it is: those where a copy of a frozen weight would cost.
+_LETS_GO = PRODUCTS | {"grouped_matmul", "add", "sub", "mul", "bias_add", "rms_norm", "group_norm"}
+
 
 class Step(NamedTuple):
     """What is done with one operand before the local call; None: nothing."""
@@ -209,9 +212,9 @@ class OpPlan:
             if memo is not None:
                 if x.__class__ is classes.UNSHARDED and target is None:
                     lent = memo.lent
-                    if grad and self.op == "layer_norm_classic" and not x._requires_grad:
-                        # MindSpore 2.10 keeps its constants, and takes one again for any of the same values: that may not
-                        # lie in memory that goes
+                    if grad and not x._requires_grad and self.op not in _LETS_GO and _trained_beside(x, tensors):
+                        # MindSpore 2.10 keeps the constants of most operations, and takes one again for any of the same
+                        # values: that may not lie in memory that goes
                         with no_grad(), NoFallbackGuard():
                             x = wrap(copy(local_alias(x)), x._layout)
                             set_requires_grad(x, False)
@@ -259,6 +262,11 @@ class OpPlan:
         if store is not None:
             store.computed(tensors, out)
         return out
+
+
+def _trained_beside(x, tensors) -> bool:
+    """Whether a gradient of another operand is recorded, and so `x` kept."""
+    return any(other is not x and other._requires_grad and other.is_floating_point() for other in tensors)
 
 
 def read_of_lent(lent, out, view: bool) -> None:

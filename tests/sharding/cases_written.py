@@ -301,28 +301,45 @@ def assign_to_a_copy_in_another_dtype(world):
         assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
 
 
-class OwnNorm(nn.Cell):
-    """A user's norm with frozen weights of two dims, which are no `nn.LayerNorm`'s."""
+class Frozen(nn.Cell):
+    """Frozen weights, and an operation of which MindSpore keeps constants; `weights` are no `nn.LayerNorm`'s."""
 
-    def __init__(self) -> None:
+    def __init__(self, op, *weights) -> None:
         super().__init__()
-        self.g, self.b = (ms.Parameter(Tensor(np.full((2, 4), v, np.float32)), requires_grad=False) for v in (1.25, 0.5))
+        self.op, self.count = op, len(weights)
+        for i, w in enumerate(weights):
+            setattr(self, f"w{i}", Parameter(Tensor(w.astype(np.float32)), requires_grad=False))
         self.d = nn.Dense(4, 4)
 
     def construct(self, x):
-        return self.d(ops.LayerNorm(1, 1)(x, self.g, self.b)[0])
+        return self.d(self.op(x, *(getattr(self, f"w{i}") for i in range(self.count))))
+
+
+KEEPING: dict[str, tuple] = {
+    "norm": (lambda x, g, b: ops.LayerNorm(1, 1)(x, g, b)[0], np.full((2, 4), 1.25), np.full((2, 4), 0.5)),
+    "convolution": (lambda x, w: ops.conv2d(x.reshape(-1, 4, 1, 1), w).reshape(-1, 2, 4),
+                    np.linspace(-1, 1, 16).reshape(4, 4, 1, 1)),
+    "power": (lambda x, e: ops.pow(ops.abs(x) + 0.5, e), np.linspace(0.5, 1.5, 4))}
 
 
 @case(2)
-def frozen_weights_of_a_norm_by_its_op(world):
-    """MindSpore takes a constant of LayerNorm again for one of the same values, of a unit whose memory has gone."""
+def frozen_weights_of_what_keeps_them(world):
+    """MindSpore takes a constant again for one of the same values, of a unit whose memory has gone: of blocks alike."""
     mesh = data_mesh(world)
     rows = np.stack([ROWS, ROWS[::-1] * 0.5], 1)
 
-    @each(WAYS)
-    def step(way):
-        plain, net = (nn.SequentialCell(*[OwnNorm() for _ in range(3)]) for _ in range(2))
+    @each((name, way) for name in KEEPING for way in (*WAYS, "local") if (name, way) != ("norm", "local"))
+    def step(name, way):  # of two dims are products' weights, too: a local cell's are not copied
+        plain, net = (nn.SequentialCell(*[Frozen(*KEEPING[name]) for _ in range(3)]) for _ in range(2))
         for cell in (*plain, *net):
             filled(cell.d)
-        WAYS[way](net, mesh, list(net))
-        alike(net, plain, mesh, lambda n: lambda x: (n(x) ** 3).mean(), rows=rows)
+        if way != "local":
+            WAYS[way](net, mesh, list(net))
+            alike(net, plain, mesh, lambda n: lambda x: (n(x) ** 2).mean(), rows=rows)
+            return
+        for cell in net:
+            fully_shard(cell, mesh=mesh, local_inputs=True)
+        grads = md.value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(own_rows(mesh, rows))[1]
+        want = ms.grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(rows))
+        for g, w, p in zip(grads, want, plain.trainable_params(), strict=True):
+            equal(g, w, p.name)

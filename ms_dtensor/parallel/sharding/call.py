@@ -188,7 +188,7 @@ class Call:
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
         for k, p in params.items():
             if k in unit.place:
-                out[k] = self._whole(k, p, of.get(k), p.ndim < 2 or k in norms)
+                out[k] = self._whole(k, p, of.get(k), p.ndim not in (2, 3) or k in norms)
             elif unit.local:
                 out[k] = local.kept(self, p)
             else:
@@ -205,14 +205,14 @@ class Call:
                 self.holding.weight(out[k])
         return out
 
-    def _whole(self, key: int, p, node: Tensor | None, of_norm: bool) -> Tensor:
-        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for. `of_norm`:
-        it may be a norm's."""
+    def _whole(self, key: int, p, node: Tensor | None, kept: bool) -> Tensor:
+        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for. `kept`:
+        it may be a norm's or a convolution's."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
-        if self.recorded and of_norm and (self.unit.local if node is None else self.holding is not None):
-            # MindSpore 2.10 keeps an operand of LayerNorm that no op has computed, a constant or a gate, and takes it again
-            # for any of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
+        if self.recorded and kept and (self.unit.local if node is None else self.holding is not None):
+            # MindSpore 2.10 keeps an operand that no op has computed, a constant or a norm's gate, and takes it again for any
+            # of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
             with no_grad():
                 held = copy(held)
             self.copied.add(key)
