@@ -211,8 +211,8 @@ class Call:
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
         if self.recorded and kept and (self.unit.local if node is None else self.holding is not None):
-            # MindSpore 2.10 keeps an operand that no op has computed, a constant or a norm's gate, and takes it again for any
-            # of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
+            # MindSpore 2.10 keeps an operand that no op has computed, a constant or a norm's gate, and takes it again for
+            # any of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
             with no_grad():
                 held = copy(held)
             self.copied.add(key)
