@@ -196,7 +196,7 @@ class Unit:
         """Begins to gather, if that has not begun; `when`: at which point of the program, which ranks compare."""
         if self.state is State.SHARDED and self.blocks:
             self.log("prefetch", phase)
-            self._start(phase, f"ahead{when}", ahead=True)
+            self._start(phase, f"ahead {when}".rstrip(), ahead=True)
 
     def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = (), keep_row: bool = False) -> None:
         """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms.
