@@ -135,9 +135,8 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     check_numbers(config, plan)  # before argparse makes a number of a text that is a default
     parser.set_defaults(**plan)
     args = parser.parse_args(arguments)
-    for name in ("batch", "seq"):
-        if getattr(args, name) is None:
-            parser.error(f"--{name} is needed: {args.config} has no train.{name}")
+    if missing := [name for name in ("batch", "seq") if getattr(args, name) is None]:
+        parser.error(f"{args.config} does not say train.{' and train.'.join(missing)}: give --{' and --'.join(missing)}")
     check_numbers(args.config, vars(args))
     return args, sizes_of(told)
 

@@ -137,6 +137,10 @@ LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads":
 def test_plans_are_suggested_for_a_configuration_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     run = ["--batch", "8", "--seq", "8192"]
+    for given, said in (([], "give --batch and --seq"), (run[:2], "does not say train.seq: give --seq")):
+        with pytest.raises(SystemExit):
+            cli.main(["suggest", str(tmp_path), "--world", "8", *given])
+        assert said in capsys.readouterr().err
     assert cli.main(["suggest", str(tmp_path), "--world", "8", "--json", *run]) == 0
     plans = json.loads(capsys.readouterr().out)
     assert plans[0]["gib"] < 58 and plans[0]["seconds"] <= plans[1]["seconds"]
