@@ -13,18 +13,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, ops
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-    redistribution_policy,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, DTensor, Partial, Replicate, Shard, comm, distribute_tensor, init_device_mesh
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -41,7 +31,7 @@ def placed(mesh, shape, *placements) -> DTensor:
 
 
 def softmax_over_shards(mesh):
-    with redistribution_policy("explicit"):
+    with md.redistribution_policy("explicit"):
         mint.softmax(placed(mesh, (8, 4), S(0), S(1)), -1)
 
 
@@ -77,7 +67,7 @@ CASES = {
     "item_of_many": (OpRuleError, lambda m: placed(m, (8, 4), S(0), R).item()),
     "boolean_mask": (OpRuleError, boolean_mask),
     "write_through_a_copy": (OpRuleError, write_through_a_copy),
-    "uneven_local_output": (LayoutError, lambda m: parallelize_module(
+    "uneven_local_output": (LayoutError, lambda m: md.parallelize_module(
         mint.nn.Linear(4, 5), m["tp"], ColwiseParallel())(plain(3, 4))),
 }
 

@@ -10,19 +10,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, ops
 
-from ms_dtensor import (
-    DFunction,
-    DTensor,
-    Shard,
-    SkipDTensorDispatch,
-    distribute_tensor,
-    implicit_replication,
-    init_device_mesh,
-    local_map,
-    loss_parallel,
-    redistribution_policy,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DFunction, DTensor, Shard, SkipDTensorDispatch, implicit_replication, local_map, redistribution_policy
 from ms_dtensor.debug import checks
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, DTensorError, MixedOperandError
@@ -34,12 +23,12 @@ A = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 @pytest.fixture
 def x():
-    return distribute_tensor(Tensor(A), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), [Shard(0)])
+    return md.distribute_tensor(Tensor(A), md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), [Shard(0)])
 
 
 BLOCKS = {"skip": lambda: SkipDTensorDispatch(), "keep": lambda: SkipDTensorDispatch({mint.matmul}),
           "implicit": implicit_replication, "warn": lambda: redistribution_policy("warn"),
-          "explicit": lambda: redistribution_policy("explicit"), "loss": loss_parallel,
+          "explicit": lambda: redistribution_policy("explicit"), "loss": md.loss_parallel,
           "checks": lambda: checks(gradients=True)}
 
 
@@ -135,7 +124,7 @@ class Own(DFunction):
 
 @pytest.mark.parametrize("keep", [[mint.matmul], {"matmul"}, ["MatMulExt"], "matmul", mint.matmul])
 def test_no_skip_keeps_ops(x, keep):
-    w = distribute_tensor(Tensor(np.ones((2, 2), np.float32)), x.device_mesh)
+    w = md.distribute_tensor(Tensor(np.ones((2, 2), np.float32)), x.device_mesh)
     with SkipDTensorDispatch(no_skip=keep):
         assert isinstance(mint.matmul(x, w), DTensor)
         assert not isinstance(x + x, DTensor)
@@ -185,9 +174,9 @@ def test_an_error_inside_leaves_no_mode_and_no_recording(x, name):
     for wrong in (lambda t: t.reshape((3, 5)), lambda t: local_map(lambda a: 1 / 0, [Shard(0)])(t), lambda t: [].pop()):
         with pytest.raises((DTensorError, ZeroDivisionError, IndexError, ValueError, RuntimeError)):
             with BLOCKS[name]():
-                value_and_grad(lambda t, w=wrong: w(t).sum(), 0)(x)
+                md.value_and_grad(lambda t, w=wrong: w(t).sum(), 0)(x)
         assert modes.mode.get() is modes.DEFAULT
-    g = value_and_grad(lambda t: (t * t).sum(), 0)(x)[1]
+    g = md.value_and_grad(lambda t: (t * t).sum(), 0)(x)[1]
     np.testing.assert_array_equal(g.to_local().asnumpy(), 2 * A)
 
 

@@ -14,27 +14,14 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, ops
 
-from ms_dtensor import (
-    DFunction,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    local_map,
-    loss_parallel,
-    redistribution_policy,
-    register_rule,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Partial, Shard, comm, distribute_tensor, local_map, redistribution_policy, value_and_grad
 from ms_dtensor.dispatch import policy
 from ms_dtensor.errors import ImplicitCommError
 from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), Partial(), Shard
 HERE = str(Path(__file__))
 LINES = Path(HERE).read_text().splitlines()
 
@@ -48,7 +35,7 @@ def one_element(mesh) -> DTensor:
     return distribute_tensor(Tensor(np.ones((1, 1), np.float32)), mesh, [S(0)], src_data_rank=None)
 
 
-class Rows(DFunction):
+class Rows(md.DFunction):
     in_placements, out_placements = ([S(0)],), [S(0)]
     forward, backward = staticmethod(lambda ctx, x: x * 2), staticmethod(lambda ctx, grad: grad * 2)
 
@@ -87,7 +74,7 @@ def outcome(name: str, rank: int, policy: str):
     error = None
     with comm.fake_world(4, rank), comm.record() as events, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         with redistribution_policy(policy):
             for _ in range(2):
                 try:
@@ -132,7 +119,7 @@ def test_auto_says_nothing(name):
 
 
 def four(rank=0):
-    return comm.fake_world(4, rank), lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    return comm.fake_world(4, rank), lambda: md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
 def test_what_moves_nothing_is_free_under_explicit():
@@ -151,12 +138,12 @@ def test_what_moves_nothing_is_free_under_explicit():
         value_and_grad(lambda t: DTensor.from_local(t.to_local(), m, [Partial("max")]).reduce_partial().sum(), 0)(x)
     assert not any(e.implicit for e in events), [e for e in events if e.implicit]
     with comm.fake_world(4), redistribution_policy("explicit"):
-        assert rows(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))).sum().item()  # one rank: nothing to send
+        assert rows(md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))).sum().item()  # one rank: nothing to send
 
 
 def test_the_block_of_loss_parallel_asks_at_the_same_door():
     world, mesh = four()
-    with world, comm.record() as events, loss_parallel():
+    with world, comm.record() as events, md.loss_parallel():
         x = rows(mesh(), 64, dim=1)
         for gathers in (lambda: mint.sort(x, dim=1),
                         lambda: local_map(never, [S(0)], ([S(0)],), redistribute_inputs=True)(x)):
@@ -204,7 +191,7 @@ def test_threads_warn_once_together_and_each_world_anew():
 
 def test_own_rules_ask_too():
     world, mesh = four()
-    with world, comm.record() as events, register_rule("own_top", "S(0) -> P(max)", shapes="m n -> n") as rule:
+    with world, comm.record() as events, md.register_rule("own_top", "S(0) -> P(max)", shapes="m n -> n") as rule:
         top = rule(never)
         with redistribution_policy("explicit"), pytest.raises(ImplicitCommError, match="own_top"):
             value_and_grad(lambda t: top(t).sum(), 0)(rows(mesh()))

@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, bfloat16, mint, ops
 
-from ms_dtensor import (
-    DFunction,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-    ones,
-    register_rule,
-    unregister_rule,
-)
+import ms_dtensor as md
+from ms_dtensor import DFunction, Partial, Replicate, Shard, init_device_mesh, ones, register_rule, unregister_rule
 from ms_dtensor.custom_ops.register import parse_cases, signature
 from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.ops.rules import RULES, Call, Case, Operand, OpSpec
@@ -175,7 +166,7 @@ def _python_calls(fn) -> int:
 
 def test_a_users_op_takes_the_path_of_a_built_in_one():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    x = distribute_tensor(Tensor(A), mesh, [Shard(0), Shard(1)])
+    x = md.distribute_tensor(Tensor(A), mesh, [Shard(0), Shard(1)])
     cases = "S(0) -> S(0)\nS(1) -> S(1)"
 
     class Own(DFunction):
@@ -203,7 +194,7 @@ def test_a_users_function_is_given_bfloat16_as_it_is():
 
 @pytest.mark.parametrize("shapes", [None, "m n -> m n"])
 def test_a_primitive_with_a_users_rule_computes_bfloat16_in_float32(shapes):
-    x = distribute_tensor(Tensor(A).astype(bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
+    x = md.distribute_tensor(Tensor(A).astype(bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
     with register_rule("Exp", "S(0) -> S(0)", shapes=shapes, override=True):  # no such kernel on CPU
         got = mint.exp(x)
     assert got.dtype == bfloat16

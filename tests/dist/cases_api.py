@@ -7,34 +7,14 @@ import numpy as np
 from mindspore import Parameter, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DeviceMesh,
-    DTensor,
-    Layout,
-    Partial,
-    PrepareModuleInputOutput,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    full,
-    init_device_mesh,
-    local_map,
-    ones,
-    parallelize_module,
-    randn,
-    register_rule,
-    zeros,
-)
+from ms_dtensor import DeviceMesh, DTensor, distribute_tensor, full, init_device_mesh, local_map, ones, parallelize_module
 from ms_dtensor.compat.torch_names import register_sharding
 from ms_dtensor.custom_ops.register import unregister_rule
 from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
 from tests.cases import case
 from tests.dist.support import TOLD, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), md.Partial(), md.Shard
 
 
 def refused(world, kind, text: str, call) -> None:
@@ -139,8 +119,8 @@ def factories_hold_their_shard(world):
     mesh = mesh_2d()
     for placements in ((S(0), S(1)), (S(0), S(0)), (R, R), (R, S(1))):
         for shape in ((4, 8), (5, 3), (1, 1)):
-            layout = Layout(mesh, placements, shape)
-            for make, value in ((ones, 1), (zeros, 0)):
+            layout = md.Layout(mesh, placements, shape)
+            for make, value in ((ones, 1), (md.zeros, 0)):
                 out = make(shape, device_mesh=mesh, placements=placements)
                 assert tuple(out.to_local().shape) == layout.local_shape()
                 equal(out, np.full(shape, value, np.float32))
@@ -154,7 +134,7 @@ def random_factories_do_not_depend_on_the_mesh(world):
     values = []
     for mesh, placements in ((mesh_2d(), (S(0), S(1))), (mesh_1d(), [S(1)]), (mesh_1d(), [R]), (mesh_2d(), (S(0), S(0)))):
         md.manual_seed(5)
-        values.append(randn(5, 6, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
+        values.append(md.randn(5, 6, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
     assert all(np.array_equal(values[0], v) for v in values)
 
 
@@ -218,13 +198,13 @@ def distribute_module_hooks_get_the_mesh(world):
         if name == "first":
             cell._params["weight"] = Parameter(distribute_tensor(cell.weight, on, [S(0)]), name=cell.weight.name)
 
-    net = distribute_module(Net(), mesh, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
+    net = md.distribute_module(Net(), mesh, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
                             lambda cell, outputs, on: outputs.full_tensor())
     assert seen == ["", "first", "second"]
     assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (R,)
     assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
     equal(net(x), plain(x))
-    refused(world, LayoutError, "must take 3 arguments", lambda: distribute_module(Net(), mesh, None, lambda a: a))
+    refused(world, LayoutError, "must take 3 arguments", lambda: md.distribute_module(Net(), mesh, None, lambda a: a))
 
 
 # -- styles ------------------------------------------------------------------------------------------------------
@@ -237,7 +217,7 @@ def prepared_inputs_and_outputs_of_one_cell(world):
             self.seen = x
             return x * 2
 
-    cell = parallelize_module(Seen(), mesh, PrepareModuleInputOutput(
+    cell = parallelize_module(Seen(), mesh, md.PrepareModuleInputOutput(
         input_layouts=(S(0),), desired_input_layouts=(R,), output_layouts=(R,), desired_output_layouts=(S(1),),
         use_local_input=False, use_local_output=False))
     local = distribute_tensor(x, mesh, [S(0)]).to_local()
@@ -251,13 +231,13 @@ def prepared_inputs_and_outputs_of_one_cell(world):
 def plans_by_pattern(world):
     mesh, x = mesh_1d(), data(5, 6, 4)
     plain = Net()
-    net = parallelize_module(Net(), mesh, {"first": ColwiseParallel(), "sec*": RowwiseParallel()})
+    net = parallelize_module(Net(), mesh, {"first": md.ColwiseParallel(), "sec*": md.RowwiseParallel()})
     assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (S(1),)
     with counted() as count:
         out = net(x)
     assert count == {TOLD: 1, ("all_reduce", "forward"): 1}, count
     equal(out, plain(x))
-    refused(world, DTensorError, "third", lambda: parallelize_module(Net(), mesh, {"third": ColwiseParallel()}))
+    refused(world, DTensorError, "third", lambda: parallelize_module(Net(), mesh, {"third": md.ColwiseParallel()}))
     refused(world, ConfigError, "", lambda: parallelize_module(Net(), mesh, {"": object()}))
 
 
@@ -309,7 +289,7 @@ def a_registered_sharding_is_used_and_taken_back(world):
         equal(Flip()(distribute_tensor(x, mesh, [S(1)])), Flip()(x))
         unregister_rule("ReverseV2")
         refused(world, OpRuleError, "no rule", lambda: Flip()(dx))
-    with register_rule("AddExt", "P, P -> P", override=True, params="input other alpha"):
+    with md.register_rule("AddExt", "P, P -> P", override=True, params="input other alpha"):
         out = mint.add(dx, dx)
         assert out.placements == (R,)
         equal(out, x + x)

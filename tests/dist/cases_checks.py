@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import mindspore as ms
 
-from ms_dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    local_map,
-    redistribution_policy,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, local_map, value_and_grad
 from ms_dtensor.debug import checks
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
@@ -57,7 +48,7 @@ def a_false_claim_of_replicas_is_found_inside_checks(world):
         same_on_all_ranks(world, str(e))
     else:
         raise AssertionError("believed")
-    with counted() as count, comm.record() as events, checks(), redistribution_policy("explicit"):
+    with counted() as count, comm.record() as events, checks(), md.redistribution_policy("explicit"):
         total = local_map(lambda a: everyone.all_reduce(a.sum(), "sum"), whole, ([S(0), S(1)],))(dx)
     equal(total, x.sum())
     assert count == {("all_reduce", "forward"): 1, ("all_gather_object", "forward"): 1}, count

@@ -8,19 +8,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
+import ms_dtensor as md
 import ms_dtensor.dispatch.planner as planning
-from ms_dtensor import (
-    DTensor,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    implicit_replication,
-    redistribution_policy,
-    value_and_grad,
-)
+from ms_dtensor import DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
 from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
@@ -376,7 +366,7 @@ def plain_tensors_mix_in_only_when_told(world):
     mesh = mesh_2d()
     x, w = data(110, 4, 6), data(111, 6)
     dx = distribute_tensor(x, mesh, [S(0), S(1)], src_data_rank=None)
-    with implicit_replication():
+    with md.implicit_replication():
         equal(dx * w, x * w)
         equal(w * dx, x * w)
     equal(dx * Tensor(np.float32(3)), x * 3, "0-d constants are replicated")
@@ -388,7 +378,7 @@ def implicit_communication_can_be_forbidden(world):
     mesh = mesh_1d()
     x = distribute_tensor(data(120, 8, 8), mesh, [S(1)], src_data_rank=None)
     equal(mint.softmax(x, -1), mint.softmax(data(120, 8, 8), -1))
-    with redistribution_policy("explicit"), counted() as count:
+    with md.redistribution_policy("explicit"), counted() as count:
         text = refusal(lambda: mint.softmax(x, -1), ImplicitCommError)
         x.redistribute(placements=[R])
     assert "redistribute(" in text and sum(count.values()) == 1

@@ -11,20 +11,8 @@ import pytest
 import yaml
 from mindspore import Tensor, mint, nn
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Layout,
-    Partial,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, DTensor, Layout, Partial, Replicate, Shard, comm, replicate, value_and_grad
 from ms_dtensor.debug import CommDebugMode
 from ms_dtensor.debug.predict.hardware import parse
 from ms_dtensor.dispatch.operands import redistribute, wrap
@@ -41,7 +29,7 @@ R, P, S = Replicate(), Partial(), Shard
 @case(world_size=4)
 def a_step_is_counted_alike_on_all_ranks(world):
     mesh = mesh_1d()
-    args = [distribute_tensor(t, mesh, [p], src_data_rank=None)
+    args = [md.distribute_tensor(t, mesh, [p], src_data_rank=None)
             for t, p in ((data(1, 4, 8), R), (data(2, 8, 16), S(1)), (data(3, 16, 8), S(0)))]
 
     def loss(x, up, down):
@@ -98,8 +86,8 @@ class _Net(nn.Cell):
 def each_cell_is_charged_with_its_own_communication(world):
     mesh = mesh_2d()
     x = data(3 + mesh.get_local_rank("dp"), 2, 8)  # this rank's rows
-    plan_ = {"layers.*.wq": ColwiseParallel(), "layers.*.wo": RowwiseParallel(use_local_output=False)}
-    net = replicate(parallelize_module(_Net(), mesh["tp"], plan_), mesh=mesh["dp"])
+    plan_ = {"layers.*.wq": ColwiseParallel(), "layers.*.wo": md.RowwiseParallel(use_local_output=False)}
+    net = replicate(md.parallelize_module(_Net(), mesh["tp"], plan_), mesh=mesh["dp"])
     net(x)  # makes what is made once
     with comm.record() as plainly:
         value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(x)

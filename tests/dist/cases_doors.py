@@ -9,25 +9,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Replicate,
-    Shard,
-    debug,
-    distribute_tensor,
-    local_map,
-    loss_parallel,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, DTensor, Shard, debug, distribute_tensor, loss_parallel, replicate, value_and_grad
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), Shard
 
 
 @case(world_size=4)
@@ -101,7 +90,7 @@ def handles_of_moved_hooks_remove_them(world):
         net.weight.register_hook(lambda g: 11 * g)  # nobody keeps its handle
         handles[1].remove()
         want = grads(plain, x)
-        net = parallelize_module(net, mesh_2d()["tp"], ColwiseParallel(use_local_output=False))
+        net = md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel(use_local_output=False))
         handles[2].remove()
         replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
         mine = distribute_tensor(x, mesh_2d(), [S(0), R])
@@ -130,7 +119,7 @@ def a_wrong_shard_is_told_by_all_ranks(world):
         same_on_all_ranks(world, refusal(lambda o=run_check: DTensor.from_local(wrong, mesh, [S(0)], run_check=True, **o), LayoutError))
     same_on_all_ranks(world, refusal(lambda: DTensor.from_local(flat, mesh, [S(1)], run_check=True), LayoutError))
     x = distribute_tensor(data(7, 8, 3), mesh, [S(0)])
-    cut = local_map(lambda t: t[1:] if world.rank == 3 else t, [S(0)], out_shapes=((8, 3),))
+    cut = md.local_map(lambda t: t[1:] if world.rank == 3 else t, [S(0)], out_shapes=((8, 3),))
     with debug.checks():
         told = refusal(lambda: cut(x), LayoutError)
     assert "rank 3 holds" in told
@@ -144,7 +133,7 @@ def styles_after_replicate_are_refused_with_the_order(world):
     net = replicate(nn.Dense(6, 4), mesh=mesh_2d()["dp"])
     before = net.weight
     with counted() as count:
-        told = refusal(lambda: parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
+        told = refusal(lambda: md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
     assert not count and net.weight is before and "parallelize_module(...) first, then replicate" in told
     same_on_all_ranks(world, told)
     assert "either order" not in replicate.__doc__ and "after tensor-parallel styles" in replicate.__doc__

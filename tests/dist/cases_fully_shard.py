@@ -7,18 +7,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import (
-    ColwiseParallel,
-    RowwiseParallel,
-    Shard,
-    checkpoint_wrapper,
-    fully_shard,
-    init_device_mesh,
-    optim,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, Shard, fully_shard, init_device_mesh, optim, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, equal, equal_steps, mesh_2d, of_plain
@@ -164,8 +154,8 @@ def copies_over_one_axis_and_cuts_over_the_other(world):
 def after_tensor_parallel_styles(world):
     mesh, plain = mesh_2d(), filled(Net())
     net = filled(Net())
-    plan = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": RowwiseParallel(use_local_output=False)}
-    parallelize_module(net, mesh["tp"], plan)
+    plan = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": md.RowwiseParallel(use_local_output=False)}
+    md.parallelize_module(net, mesh["tp"], plan)
     cut_up(net, mesh["dp"])
     weight = net.blocks[0].up.weight
     assert "f32[10@tp@dp, 6]" in repr(weight), weight
@@ -179,10 +169,10 @@ def with_sequence_parallel_norms(world):
     from ms_dtensor import SequenceParallel
     mesh, plain = mesh_2d(), filled(Net())
     net = filled(Net())
-    parallelize_module(net, mesh["tp"], {
+    md.parallelize_module(net, mesh["tp"], {
         "blocks.*.norm": SequenceParallel(sequence_dim=1),
         "blocks.*.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)})
+        "blocks.*.down": md.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)})
     cut_up(net, mesh["dp"])
     rows = np.random.default_rng(1).normal(size=(8, 4, 5)).astype(np.float32)
     want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))
@@ -288,7 +278,7 @@ def blocks_run_again_in_the_backward(world):
                 block.recompute()
         cut_up(net, mesh)
         if when == "after":
-            checkpoint_wrapper(net.blocks)
+            md.checkpoint_wrapper(net.blocks)
         for _ in range(2):
             count = same_step(net, plain, mesh)
             count.pop(ASKED, None)
@@ -456,7 +446,7 @@ def refusals(world):
     net = cut_up(filled(Net()), mesh)
     two = mesh_2d()
 
-    cut = parallelize_module(nn.Dense(4, 8), two["dp"], ColwiseParallel())
+    cut = md.parallelize_module(nn.Dense(4, 8), two["dp"], ColwiseParallel())
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     for kind, what, call in (
             (LayoutError, "was sharded already", lambda: fully_shard(net, mesh=mesh)),

@@ -6,25 +6,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from ms_dtensor import (
-    DFunction,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    local_map,
-    redistribution_policy,
-    register_rule,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DFunction, DTensor, Replicate, Shard, distribute_tensor, local_map, register_rule, value_and_grad
 from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = Replicate(), md.Partial(), Shard
 
 
 class MyAdd(DFunction):
@@ -205,7 +194,7 @@ def dfunctions_nest_and_mix_with_plain_operands_only_by_permission(world):
     check_against_one_device(lambda a: (Outer.apply(a) * a).sum(), [x], [[S(0)]], mesh)
     with register_rule("MyAdd", MY_ADD):
         same_on_all_ranks(world, refusal(lambda: MyAdd.apply(distribute_tensor(x, mesh, [S(0)]), x), MixedOperandError))
-    with redistribution_policy("explicit"):
+    with md.redistribution_policy("explicit"):
         same_on_all_ranks(world, refusal(lambda: Rows.apply(distribute_tensor(x, mesh, [S(1)]), distribute_tensor(x.swapaxes(0, 1), mesh)), ImplicitCommError))
 
 
@@ -358,7 +347,7 @@ def verified_registration_finds_a_wrong_rule(world):
         register_rule("matmul", "R, R -> R")
     except ConfigError as e:
         same_on_all_ranks(world, str(e))
-    assert comm.group(tuple(range(4))).size == 4
+    assert md.comm.group(tuple(range(4))).size == 4
 
 
 # -- hyper_parallel's worked example, but for the line that imports its names --------------------------------------------

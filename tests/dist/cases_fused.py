@@ -9,17 +9,8 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor
-from ms_dtensor import (
-    FusedColwiseParallel,
-    FusedShard,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    distribute_tensor,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import FusedColwiseParallel, FusedShard, Replicate, Shard, distribute_tensor, replicate, value_and_grad
 from tests.cases import case
 from tests.dist.cases_plans import Attention
 from tests.dist.cases_styles import fill
@@ -34,8 +25,8 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
     mesh, x = mesh_2d(), data(3, 8, 10)
     plain, net = fill(Attention()), fill(Attention())
     one = plain.qkv_proj.weight.asnumpy().copy()
-    parallelize_module(net, mesh["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
-                                         "o_proj": RowwiseParallel(use_local_output=False)})
+    md.parallelize_module(net, mesh["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
+                                         "o_proj": md.RowwiseParallel(use_local_output=False)})
     replicate(net, mesh=mesh["dp"])
     w = net.qkv_proj.weight
     for what, got in {"full": w, "value": w.value(), "dict": net.parameters_dict()["qkv_proj.weight"], "times": w * 1,

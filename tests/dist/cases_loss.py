@@ -9,17 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from ms_dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    implicit_replication,
-    init_device_mesh,
-    loss_parallel,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, loss_parallel, value_and_grad
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
 from tests.cases import case
@@ -222,7 +213,7 @@ def the_block_refuses_to_gather_logits(world):
     same_on_all_ranks(world, text)
     equal(mint.sort(x, dim=1)[0], np.sort(data(6, 6, 12).asnumpy(), 1), "outside it may")
     assert modes.mode.get() is modes.DEFAULT
-    with implicit_replication(), loss_parallel(), loss_parallel():
+    with md.implicit_replication(), loss_parallel(), loss_parallel():
         assert isinstance(x + data(1, 12), DTensor)
     assert modes.mode.get() is modes.DEFAULT
 

@@ -8,23 +8,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
-from ms_dtensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    SkipDTensorDispatch,
-    comm,
-    distribute_tensor,
-    implicit_replication,
-    local_map,
-    redistribution_policy,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Shard, SkipDTensorDispatch, comm, distribute_tensor, redistribution_policy, value_and_grad
 from ms_dtensor.errors import ImplicitCommError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, refusal, same_on_all_ranks
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), Shard
 
 
 @case(world_size=4)
@@ -88,7 +78,7 @@ def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(worl
     mesh = mesh_1d()
     plain, odd, w = data(1, 8, 4), data(2, 7, 4), data(3, 4)
     x, y, cols = (distribute_tensor(t, mesh, [p]) for t, p in ((plain, S(0)), (odd, S(0)), (plain, S(1))))
-    rows = {moves: local_map(lambda a: a * 3, [S(0)], ([S(0)],), redistribute_inputs=moves) for moves in (False, True)}
+    rows = {moves: md.local_map(lambda a: a * 3, [S(0)], ([S(0)],), redistribute_inputs=moves) for moves in (False, True)}
 
     def weighted(t):
         return (mint.amax(t, 0) * (w if t is plain or not isinstance(t, DTensor) else dw)).sum()
@@ -127,10 +117,10 @@ def implicit_replication_has_one_devices_gradients(world):
         dx = distribute_tensor(x, mesh, [place])
 
         def loss(dx=dx):
-            with implicit_replication():
+            with md.implicit_replication():
                 return (dx * p).sum()
         value, grads = ms.value_and_grad(loss, None, [p])()
         equal(value, (x * w).sum())
         equal(grads[0], x.sum(0), f"{place}")
-        with implicit_replication():
+        with md.implicit_replication():
             equal(mint.matmul(dx, w.reshape((4, 1))), x @ w.reshape((4, 1)))

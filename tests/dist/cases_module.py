@@ -11,20 +11,8 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import initializer as ms_init
 from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    fully_shard,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, DTensor, Shard, distribute_module, distribute_tensor, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
 from tests.dist.support import (
@@ -40,7 +28,7 @@ from tests.dist.support import (
     trains_as_one_device,
 )
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), Shard
 
 
 class Net(nn.Cell):
@@ -101,7 +89,7 @@ def deferred_parameters_equal_the_eager_ones_bit_for_bit(world):
 def deferred_parameters_under_styles_do_not_depend_on_the_plans_order(world):
     eager = made(False)
     for mesh in (mesh_1d(), mesh_2d()["tp"]):
-        plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "norm": SequenceParallel(), "table": RowwiseParallel()}
+        plan = {"first": ColwiseParallel(), "second": md.RowwiseParallel(), "norm": md.SequenceParallel(), "table": md.RowwiseParallel()}
         for names in (list(plan), list(plan)[::-1]):
             net = parallelize_module(made(True), mesh, {n: plan[n] for n in names})
             _same_values(distribute_module(net, mesh), eager)
@@ -150,7 +138,7 @@ def a_deferred_model_trains_as_the_eager_one(world):
     ms.set_seed(5)
     with no_init_parameters():
         lazy = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
-    parallelize_module(lazy, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+    parallelize_module(lazy, mesh, {"0": ColwiseParallel(use_local_output=False), "2": md.RowwiseParallel()})
     x = data(1, 5, 6)
     trains_as_one_device(lazy, plain, x, x)
 
@@ -226,15 +214,15 @@ def only_leaves_are_distributed(world):
     w = Parameter(data(2, 4, 4), name="w")
     texts = []
     try:
-        value_and_grad(lambda t: distribute_tensor(t * 2, mesh, [S(0)]).sum(), 0)(x)
+        md.value_and_grad(lambda t: distribute_tensor(t * 2, mesh, [S(0)]).sum(), 0)(x)
     except LayoutError as e:
         texts.append(str(e))
     assert texts and "under differentiation" in texts[0] and "from_local" in texts[0], texts
     same_on_all_ranks(world, "\n".join(texts))
     # what is merely used inside is not in the way
-    g = value_and_grad(lambda p: (p * distribute_tensor(x, mesh, [S(0)])).sum(), 0)(distribute_tensor(w, mesh, [S(0)]))[1]
+    g = md.value_and_grad(lambda p: (p * distribute_tensor(x, mesh, [S(0)])).sum(), 0)(distribute_tensor(w, mesh, [S(0)]))[1]
     equal(g, x)
-    value, grad = value_and_grad(lambda t: (DTensor.from_local(t * 2, mesh, [R]) * 3.0).sum(), 0)(x)
+    value, grad = md.value_and_grad(lambda t: (DTensor.from_local(t * 2, mesh, [R]) * 3.0).sum(), 0)(x)
     equal(grad, np.full((4, 4), 6, np.float32))
 
 
@@ -340,12 +328,12 @@ def batches_of_any_number_of_rows_follow_each_other(world):
             p.set_data(data(i, *p.shape))
         return net
     plain = filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3)))
-    for wrap in (replicate, fully_shard):
+    for wrap in (replicate, md.fully_shard):
         net = wrap(filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3))), mesh=mesh_1d())
         for step, n in enumerate((8, 7, 8, 6, 5, 8, 2)):
             x, each = data(step, n, 6), -(-n // 4)
             with counted() as count:
-                got = value_and_grad(lambda t, net=net: (net(t) ** 2).mean(), None, net.trainable_params())(
+                got = md.value_and_grad(lambda t, net=net: (net(t) ** 2).mean(), None, net.trainable_params())(
                     Tensor(x.asnumpy()[each * world.rank:each * (world.rank + 1)]))
             want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
             assert count["all_gather_object", "forward"] == 1, count

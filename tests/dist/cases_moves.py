@@ -7,18 +7,8 @@ import itertools
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
 from ms_dtensor.errors import MeshError, RedistributeError
 from ms_dtensor.redistribute.plan import plan
 from tests.cases import case
@@ -98,7 +88,7 @@ def partial_tensors_move_to_other_meshes(world):
 @case(world_size=4)
 def moves_between_blocks_are_refused_alike(world):
     """A sub-mesh is another set of ranks on each rank: no two ranks would plan the same exchange."""
-    grid, block, x = mesh_2d(), init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
+    grid, block, x = mesh_2d(), md.init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
     twin = DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))  # what ranks 2 and 3 have as grid["tp"], spelled out
     blocks = [grid["dp"], grid["tp"], block]
     for a, b in itertools.permutations((*blocks, grid, twin), 2):

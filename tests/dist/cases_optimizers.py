@@ -10,21 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    FusedShard,
-    Layout,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    fully_shard,
-    optim,
-    parallelize_module,
-    replicate,
-)
+from ms_dtensor import DTensor, FusedShard, Layout, Shard, comm, distribute_tensor, optim, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.tensor.distribute import like_parameter
 from tests.cases import case
@@ -33,7 +19,7 @@ from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
 from tests.zoo.test_optimizers import OPTIMIZERS
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), Shard
 STEPS, CLOSE = 5, 1e-5  # of the largest element, after 5 steps
 BUILD = {
     "SGD": lambda ps: optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True, schedule=optim.cosine(8, warmup=2)),
@@ -211,12 +197,12 @@ class Net(nn.Cell):
         return self.down(mint.tanh(self.up(x)))
 
 
-STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+STYLES = {"up": md.ColwiseParallel(), "down": md.RowwiseParallel()}
 
 
 def _fully(net, mesh):
     for cell in (net.up, net.down, net):
-        fully_shard(cell, mesh=mesh)
+        md.fully_shard(cell, mesh=mesh)
 
 
 WRAPS = {

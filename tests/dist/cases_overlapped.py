@@ -9,16 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from ms_dtensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    fully_shard,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Replicate, Shard, distribute_tensor, fully_shard, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.parallel import (
     ColwiseParallel,
@@ -64,7 +56,7 @@ def trained(net, x):
     if isinstance(x, DTensor):
         weights = distribute_tensor(weights, x.device_mesh, x.placements)
     with counted() as count:
-        loss, (dx, grads) = value_and_grad(lambda x: (net(x) * weights).sum(), 0, params)(x)
+        loss, (dx, grads) = md.value_and_grad(lambda x: (net(x) * weights).sum(), 0, params)(x)
     return [loss, dx, *grads], count
 
 

@@ -7,18 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Partial,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    parallelize_module,
-)
+from ms_dtensor import ColwiseParallel, DTensor, Partial, Replicate, Shard, distribute_tensor, parallelize_module
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
 
@@ -126,8 +115,8 @@ def styles_replicate_the_buffers_of_their_cells(world):
             return self.down(mint.tanh(self.up(self.norm(x))))
     x = data(5, 4, 8)
     plain, mesh = Net(), mesh_2d()
-    plan = {"norm": SequenceParallel(sequence_dim=0), "up": ColwiseParallel(use_local_output=False),
-            "down": RowwiseParallel(use_local_output=False)}
+    plan = {"norm": md.SequenceParallel(sequence_dim=0), "up": ColwiseParallel(use_local_output=False),
+            "down": md.RowwiseParallel(use_local_output=False)}
     net = Net()
     net.up._buffers["by"] = data(1 + world.rank, 8)  # coordinate 0's are everybody's
     net = parallelize_module(net, mesh["tp"], plan)
@@ -137,7 +126,7 @@ def styles_replicate_the_buffers_of_their_cells(world):
         equal(net.up.by, data(1, 8))
     alone = parallelize_module(Net(), mesh["tp"], plan)
     want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
-    for model in (alone, distribute_module(parallelize_module(Net(), mesh["tp"], plan), mesh["tp"])):
+    for model in (alone, md.distribute_module(parallelize_module(Net(), mesh["tp"], plan), mesh["tp"])):
         got = md.value_and_grad(lambda t, m=model: (m(t) ** 2).mean(), None, model.trainable_params())(
             distribute_tensor(x, mesh["tp"], [R], src_data_rank=None))
         equal(got[0], want[0])

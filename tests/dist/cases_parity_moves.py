@@ -8,25 +8,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor import (
-    DTensor,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-    local_map,
-    redistribution_policy,
-    unregister_rule,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Layout, Partial, Shard, distribute_tensor, local_map, redistribution_policy, value_and_grad
 from ms_dtensor.compat.torch_names import register_sharding
 from ms_dtensor.errors import ImplicitCommError, LayoutError, RedistributeError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, refused_alike, same_on_all_ranks
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), Partial(), Shard
 SIZES = [((12, 3), 0), ((13, 3), 0), ((14, 3), 0), ((3, 12), 1), ((3, 13), 1), ((3, 14), 1)]
 
 
@@ -135,7 +124,7 @@ def changes_of_the_cut_dims_on_two_axes(world):
 
 @case(world_size=4)
 def an_axis_of_one_rank_needs_no_communication(world):
-    mesh = init_device_mesh("cpu", (4, 1))
+    mesh = md.init_device_mesh("cpu", (4, 1))
     for src, dst in itertools.product((S(1), R, P), (S(0), S(1), R)):
         x = DTensor.from_local(data(1, 16, 8), mesh, [S(0), src])
         with counted() as count:
@@ -342,5 +331,5 @@ def a_registered_sharding_is_asked_with_descriptions(world):
     def trapz(*arguments):
         seen.append(arguments)
         return [([R], [R])]
-    unregister_rule("Trapz")
+    md.unregister_rule("Trapz")
     assert not seen

@@ -6,25 +6,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    distribute_tensor,
-    parallelize_module,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.dist.cases_styles import Mlp, fill
 from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, refusal, same_on_all_ranks, trains_as_one_device
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), md.Shard
 
 
 def _step(cell, *inputs):
@@ -88,7 +77,7 @@ def rowwise_embedding_reduces_once(world):
 
 @case(world_size=4)
 def an_input_is_prepared(world):
-    cell = parallelize_module(nn.Identity(), mesh_1d(), PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
+    cell = parallelize_module(nn.Identity(), mesh_1d(), md.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
     equal(cell(ops.ones((2, 16))), np.ones((8, 16), np.float32))
 
 
@@ -108,7 +97,7 @@ def several_inputs_and_slots_left_alone(world):
         net = Sum()
         desired = R if layouts == S(0) else (R, None)
         parallelize_module(net, mesh_1d(), {"linear": ColwiseParallel()})
-        parallelize_module(net, mesh_1d(), PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired))
+        parallelize_module(net, mesh_1d(), md.PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired))
         try:
             out = net(data(1, 2, 8), ops.ones((8, 2)))
         except ConfigError as e:
@@ -121,13 +110,13 @@ def several_inputs_and_slots_left_alone(world):
 @case(world_size=4)
 def keyword_inputs_are_prepared(world):
     net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
-    parallelize_module(net, mesh_1d(), PrepareModuleInput(input_kwarg_layouts={"y": S(0)},
+    parallelize_module(net, mesh_1d(), md.PrepareModuleInput(input_kwarg_layouts={"y": S(0)},
                                                           desired_input_kwarg_layouts={"y": R}))
     with counted() as count:
         out = net(data(1, 4, 8), y=ops.ones((1, 8)))
     assert count == {TOLD: 1, ("all_gather", "forward"): 1} and out.shape == (4, 8), count
     net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
-    parallelize_module(net, mesh_1d(), PrepareModuleInput(
+    parallelize_module(net, mesh_1d(), md.PrepareModuleInput(
         input_kwarg_layouts={"x": S(0), "z": S(0)}, desired_input_kwarg_layouts={"x": R, "z": R}))
     for x in (data(world.rank, 1, 8), DTensor.from_local(data(world.rank, 1, 8), mesh_1d(), [S(0)])):
         with counted() as count:
@@ -138,7 +127,7 @@ def keyword_inputs_are_prepared(world):
 
 @case(world_size=4)
 def an_output_is_prepared(world):
-    cell = parallelize_module(nn.Identity(), mesh_1d(), PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)))
+    cell = parallelize_module(nn.Identity(), mesh_1d(), md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)))
     out = cell(data(1, 8, 16))
     assert type(out) is Tensor
     equal(out, data(1, 8, 16).asnumpy()[2 * world.rank:][:2])
@@ -157,7 +146,7 @@ class Rms(nn.Cell):
 def sequence_parallel_norms_keep_the_cut(world):
     x = data(1, 3, 8, 12)
     for make in (lambda: nn.LayerNorm((12,)), lambda: Rms(12)):
-        plain, cell = make(), parallelize_module(make(), mesh_1d(), SequenceParallel())
+        plain, cell = make(), parallelize_module(make(), mesh_1d(), md.SequenceParallel())
         dx = distribute_tensor(x, mesh_1d(), [S(1)], src_data_rank=None)
         with counted() as count:
             out = cell(dx)
@@ -171,7 +160,7 @@ def sequence_parallel_norms_keep_the_cut(world):
 
 @case(world_size=4)
 def sequence_parallel_dropout_keeps_the_cut(world):
-    cell = parallelize_module(nn.Dropout(p=0.5), mesh_1d(), SequenceParallel())
+    cell = parallelize_module(nn.Dropout(p=0.5), mesh_1d(), md.SequenceParallel())
     cell.set_train()
     x = distribute_tensor(ops.ones((3, 8, 12)), mesh_1d(), [S(1)], src_data_rank=None)
     cell(x)  # at a mesh's first random op ranks compare their seeds
@@ -183,7 +172,7 @@ def sequence_parallel_dropout_keeps_the_cut(world):
 
 @case(world_size=4)
 def sequence_parallel_brings_another_cut_to_the_sequence(world):
-    cell = parallelize_module(Rms(12), mesh_1d(), SequenceParallel())
+    cell = parallelize_module(Rms(12), mesh_1d(), md.SequenceParallel())
     x = distribute_tensor(data(1, 4, 8, 12), mesh_1d(), [S(0)], src_data_rank=None)
     with counted() as count:
         out = cell(x)

@@ -9,25 +9,13 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    implicit_replication,
-    init_device_mesh,
-    value_and_grad,
-)
+from ms_dtensor import DeviceMesh, DTensor, Layout, distribute_module, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), md.Partial(), md.Shard
 
 
 class Stack(nn.Cell):
@@ -277,7 +265,7 @@ def redistribution_on_a_part_of_the_ranks(world):
 @case(world_size=4)
 def a_plain_left_operand_under_implicit_replication(world):
     x = DTensor.from_local(ops.ones((4, 3)), mesh_1d(), [S(0)])
-    with implicit_replication():
+    with md.implicit_replication():
         out = ops.ones((3,)) + x
     assert out.placements == (S(0),) and out.shape == (16, 3)
     equal(out.to_local(), np.full((4, 3), 2, np.float32))

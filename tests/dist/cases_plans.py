@@ -9,27 +9,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
+import ms_dtensor as md
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    FusedColwiseParallel,
-    FusedShard,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    implicit_replication,
-    parallelize_module,
-    replicate,
-    suggest_plan,
-    value_and_grad,
-)
+from ms_dtensor import ColwiseParallel, DTensor, FusedColwiseParallel, RowwiseParallel, distribute_tensor, parallelize_module
 from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
@@ -47,7 +30,7 @@ from tests.dist.support import (
     same_on_all_ranks,
 )
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), md.Shard
 
 
 class Attention(nn.Cell):
@@ -86,7 +69,7 @@ def _compare(make, plan, mesh, x, dx, after=lambda net: net):
     want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
     after(parallelize_module(net, mesh, plan))
     with counted() as count:
-        got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
+        got = md.value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
     equal_steps(got, want, net.trainable_params())
     return net, count
 
@@ -104,7 +87,7 @@ def fused_qkv_is_cut_by_head(world):
         assert count.pop(TOLD, 0) == local
         assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
         w = net.qkv_proj.weight
-        assert w.placements == (FusedShard(0, (24, 12, 12)),) and w.local_shape == (12, 10)
+        assert w.placements == (md.FusedShard(0, (24, 12, 12)),) and w.local_shape == (12, 10)
         np.testing.assert_array_equal(array(w), fill(Attention()).qkv_proj.weight.asnumpy())
         mine = fill(Attention()).qkv_proj.weight.asnumpy()
         r = world.rank  # two query heads, a key head, a value head
@@ -136,7 +119,7 @@ def fused_gate_up_is_cut_by_block(world):
         net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
         assert count.pop(TOLD, 0) == local
         assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
-        assert net.gate_up_proj.weight.placements == (FusedShard(0, (12, 12)),)
+        assert net.gate_up_proj.weight.placements == (md.FusedShard(0, (12, 12)),)
 
 
 @case(world_size=4)
@@ -145,8 +128,8 @@ def fused_weights_on_two_axes(world):
     share = Tensor(x.asnumpy()[4 * mesh.get_local_rank("dp"):][:4])
     plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=False),
             "down_proj": RowwiseParallel(use_local_output=False)}
-    net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: replicate(m, mesh=mesh["dp"]))
-    assert net.gate_up_proj.weight.placements == (R, FusedShard(0, (12, 12)))
+    net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: md.replicate(m, mesh=mesh["dp"]))
+    assert net.gate_up_proj.weight.placements == (R, md.FusedShard(0, (12, 12)))
 
 
 def _told_why(fn, kind):
@@ -209,7 +192,7 @@ def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world):
     net = parallelize_module(fill(Own()), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
     told = _told_why(lambda: net(distribute_tensor(x, mesh, {"dp": S(0)})), OpRuleError)
     assert "replicate(net, mesh=mesh['dp'])" in told, told
-    equal(replicate(net, mesh=mesh["dp"])(distribute_tensor(x, mesh, {"dp": S(0)})), fill(Own())(x))
+    equal(md.replicate(net, mesh=mesh["dp"])(distribute_tensor(x, mesh, {"dp": S(0)})), fill(Own())(x))
 
 
 @case(world_size=4)
@@ -240,9 +223,9 @@ def the_input_may_come_by_keyword(world):
     for style, make, name in ((ColwiseParallel(output_layouts=R), lambda: nn.Dense(8, 8), "x"),
                               (RowwiseParallel(input_layouts=R), lambda: nn.Dense(8, 8), "x"),
                               (FusedColwiseParallel((4, 4)), lambda: nn.Dense(8, 8), "x"),
-                              (SequenceParallel(sequence_dim=0), lambda: nn.LayerNorm((8,)), "input_x")):
+                              (md.SequenceParallel(sequence_dim=0), lambda: nn.LayerNorm((8,)), "input_x")):
         cell = parallelize_module(fill(make()), mesh, style)
-        whole = not isinstance(style, SequenceParallel)
+        whole = not isinstance(style, md.SequenceParallel)
         given = x if whole else Tensor(np.ascontiguousarray(np.array_split(np.tile(x.asnumpy(), (2, 1)), 4)[world.rank]))
         equal(cell(**{name: given}), cell(given))
         assert "without an input" in refusal(cell, LayoutError)
@@ -256,7 +239,7 @@ def styles_speak_of_named_axes_on_a_mesh_of_two(world):
         def construct(self, x, y=None):
             self.seen = (x, y)
             return x * 2
-    cell = parallelize_module(Seen(), mesh, PrepareModuleInputOutput(
+    cell = parallelize_module(Seen(), mesh, md.PrepareModuleInputOutput(
         input_layouts=({"dp": S(0)},), desired_input_layouts=({"dp": R, "tp": S(1)},),
         input_kwarg_layouts={"y": {"tp": S(1)}}, desired_input_kwarg_layouts={"y": {"tp": R}},
         output_layouts=({"dp": R},), desired_output_layouts=({"dp": S(0), "tp": R},), use_local_output=False))
@@ -266,7 +249,7 @@ def styles_speak_of_named_axes_on_a_mesh_of_two(world):
     equal(cell.seen[0], x)
     equal(cell.seen[1], x)
     equal(out, x * 2)
-    assert "does not say which axis" in refused_alike(world, lambda: parallelize_module(Seen(), mesh, PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R)), LayoutError)
+    assert "does not say which axis" in refused_alike(world, lambda: parallelize_module(Seen(), mesh, md.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R)), LayoutError)
 
 
 # -- suggest_plan --------------------------------------------------------------------------------------------------------
@@ -287,7 +270,7 @@ def a_suggested_plan_equals_one_device(world):
     for m in (plain, net):
         init_weights(m, 3)
     before = [type(p) for p in net.get_parameters()]
-    (plan, text) = _told(lambda: suggest_plan(net, mesh))
+    (plan, text) = _told(lambda: md.suggest_plan(net, mesh))
     assert [type(p) for p in net.get_parameters()] == before  # nothing was applied
     assert set(plan) == {"tok_embeddings", "output", *(f"layers.*.attention.w{c}" for c in "qkvo"),
                          *(f"layers.*.feed_forward.w{c}" for c in "123")}
@@ -296,13 +279,13 @@ def a_suggested_plan_equals_one_device(world):
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.0.attention.wq ... layers.1.attention.wq (2 cells)" in text)
     _, text = _told(lambda: parallelize_module(nn.Dense(4, 4), mesh_2d()["tp"], ColwiseParallel()))
     assert bool(text) == (world.rank == 0)  # one rank tells, not one of each sub-mesh
-    distribute_module(net, mesh)
+    md.distribute_module(net, mesh)
     ids = np.random.default_rng(1).integers(0, 19, (2, 9)).astype(np.int32)
     x, y = Tensor(ids[:, :-1]), Tensor(np.ascontiguousarray(ids[:, 1:]))
     dx, dy = distribute_tensor(x, mesh), distribute_tensor(y, mesh)
     want = ms.value_and_grad(lambda i: cross_entropy(plain(i), y), None, plain.trainable_params())(x)
-    with implicit_replication():  # the model makes rotary tables and its mask as it goes: plain, and the same on every rank
-        got = value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
+    with md.implicit_replication():  # the model makes rotary tables and its mask as it goes: plain, and the same on every rank
+        got = md.value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
     equal(got[0], want[0], "loss")
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
         equal(g, w, p.name, rtol=1e-4)  # two layers deep, sums in another order
@@ -319,7 +302,7 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
         def construct(self, x):
             return self.mlp(self.attn(x))
     mesh, x = mesh_1d(), data(4, 5, 10)
-    plan, _ = _told(lambda: suggest_plan(nn.SequentialCell(Block(), Block()), mesh))
+    plan, _ = _told(lambda: md.suggest_plan(nn.SequentialCell(Block(), Block()), mesh))
     assert repr(plan["*.attn.qkv_proj"]) == repr(FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False))
     assert repr(plan["*.mlp.gate_up_proj"]) == repr(FusedColwiseParallel((12, 12), use_local_output=False))
     _compare(lambda: nn.SequentialCell(Block(), Block()), plan, mesh, x, distribute_tensor(x, mesh))
@@ -331,13 +314,13 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
             self.query_key_value, self.dense = nn.Dense(12, 36), nn.Dense(12, 12)
             self.mlp = nn.Cell()
             self.mlp.dense_h_to_4h, self.mlp.dense_4h_to_h = nn.Dense(12, 48), nn.Dense(48, 12)
-    plan, text = _told(lambda: suggest_plan(NeoX(), mesh))
+    plan, text = _told(lambda: md.suggest_plan(NeoX(), mesh))
     assert {key: type(style) for key, style in plan.items()} == {
         "embed_in": RowwiseParallel, "embed_out": ColwiseParallel, "query_key_value": ColwiseParallel, "dense": RowwiseParallel,
         "mlp.dense_h_to_4h": ColwiseParallel, "mlp.dense_4h_to_h": RowwiseParallel}
     assert repr(plan["query_key_value"]) == repr(ColwiseParallel(use_local_output=False))
     assert world.rank or "the order of a fused projection is the model's" in text, text
-    plan, text = _told(lambda: suggest_plan(Block(kv_heads=2), mesh))
+    plan, text = _told(lambda: md.suggest_plan(Block(kv_heads=2), mesh))
     assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
     assert world.rank or "left whole: attn.qkv_proj, because 2 heads do not divide by 4" in text
 
@@ -359,11 +342,11 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
             (Unlike(0, 36, o_proj=nn.Dense(12, 12)), ("attn.qkv, because its cell does not say how many heads",
                                                       "attn.o_proj, because its cell does not say how many heads")),
             (Unlike(4, 40, o_proj=nn.Dense(12, 12)), ("attn.qkv, because the 40 rows of 'qkv' are not q, k and v of 4",))):
-        plan, text = _told(lambda: suggest_plan(model, mesh))
+        plan, text = _told(lambda: md.suggest_plan(model, mesh))
         assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
         assert world.rank or all(f"left whole: {line}" in text for line in whole), text
     texts = []
-    for wrong in (lambda: suggest_plan(nn.Dense(4, 4), mesh), lambda: suggest_plan(Block(), mesh_2d())):
+    for wrong in (lambda: md.suggest_plan(nn.Dense(4, 4), mesh), lambda: md.suggest_plan(Block(), mesh_2d())):
         try:
             wrong()
         except ConfigError as e:

@@ -13,51 +13,17 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DeviceMesh,
-    DFunction,
-    DTensor,
-    FusedColwiseParallel,
-    Layout,
-    Partial,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    SkipDTensorDispatch,
-    comm,
-    distribute_module,
-    distribute_tensor,
-    init_device_mesh,
-    local_map,
-    loss_parallel,
-    parallelize_module,
-    redistribution_policy,
-    register_rule,
-)
+from ms_dtensor import ColwiseParallel, DTensor, distribute_tensor, init_device_mesh, local_map, loss_parallel, register_rule
 from ms_dtensor.debug import explain, visualize_sharding
-from ms_dtensor.errors import (
-    ConfigError,
-    DTensorError,
-    ImplicitCommError,
-    LayoutError,
-    MeshError,
-    MixedOperandError,
-    OpRuleError,
-    RedistributeError,
-)
+from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MeshError, MixedOperandError, OpRuleError
 from ms_dtensor.tensor import init as md_init
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), md.Partial(), md.Shard
 
 
-class Nothing(DFunction):
+class Nothing(md.DFunction):
     forward = staticmethod(lambda ctx, x: x * 2)
 
 
@@ -89,7 +55,7 @@ class Bench:
     def styled(self, style, cell="a"):
         """The net with one style on a cell; printing is not what is tested here."""
         with contextlib.redirect_stdout(io.StringIO()):
-            return parallelize_module(self.net, self.mesh, {cell: style} if cell else style, src_data_rank=None)
+            return md.parallelize_module(self.net, self.mesh, {cell: style} if cell else style, src_data_rank=None)
 
     def usable(self):
         equal(self.x + self.x, self.plain * 2)
@@ -102,7 +68,7 @@ def _cell_usable(b):
 
 
 def _explicit(call):
-    with redistribution_policy("explicit"):
+    with md.redistribution_policy("explicit"):
         return call()
 
 
@@ -121,9 +87,9 @@ TABLE = [
     ("unknown device", MeshError, lambda b: init_device_mesh("tpu", (4,))),
     ("rank list of the wrong length", MeshError, lambda b: init_device_mesh("cpu", (2,), rank_list=(0, 1, 2))),
     ("rank list beyond the world", MeshError, lambda b: init_device_mesh("cpu", (2,), rank_list=(0, 9))),
-    ("a rank twice", MeshError, lambda b: DeviceMesh("cpu", [0, 0])),
-    ("names that do not fit", MeshError, lambda b: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b"))),
-    ("device of a mesh", MeshError, lambda b: DeviceMesh("tpu", [0, 1])),
+    ("a rank twice", MeshError, lambda b: md.DeviceMesh("cpu", [0, 0])),
+    ("names that do not fit", MeshError, lambda b: md.DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b"))),
+    ("device of a mesh", MeshError, lambda b: md.DeviceMesh("tpu", [0, 1])),
     ("no such axis", MeshError, lambda b: b.two["pp"]),
     ("an axis twice", MeshError, lambda b: b.two["tp", "tp"]),
     ("axis out of range", MeshError, lambda b: b.two.size(5)),
@@ -131,8 +97,8 @@ TABLE = [
     ("a flattened name that is an axis", MeshError, lambda b: b.two["dp", "tp"].flatten("tp")),
     ("no default mesh", MeshError, lambda b: distribute_tensor(b.plain)),
     # -- placements
-    ("Shard of no integer", LayoutError, lambda b: Shard("rows")),
-    ("unknown reduction", LayoutError, lambda b: Partial("median")),
+    ("Shard of no integer", LayoutError, lambda b: md.Shard("rows")),
+    ("unknown reduction", LayoutError, lambda b: md.Partial("median")),
     ("too few placements", LayoutError, lambda b: distribute_tensor(b.plain, b.two, [S(0)])),
     ("too many placements", LayoutError, lambda b: b.x.redistribute(placements=[R, R])),
     ("dim out of range", LayoutError, lambda b: distribute_tensor(b.plain, b.mesh, [S(2)])),
@@ -142,14 +108,14 @@ TABLE = [
     ("alias form of the wrong length", LayoutError, lambda b: distribute_tensor(b.plain, b.two, ("dp",))),
     ("an axis twice in the alias form", LayoutError, lambda b: distribute_tensor(b.plain, b.two, ("dp", "dp"))),
     ("unknown axis in the keyed form", MeshError, lambda b: distribute_tensor(b.plain, b.two, {"pp": S(0)})),
-    ("an axis twice in the order", LayoutError, lambda b: Layout(b.two, [S(0), S(0)], (4, 4), order=("dp", "dp"))),
+    ("an axis twice in the order", LayoutError, lambda b: md.Layout(b.two, [S(0), S(0)], (4, 4), order=("dp", "dp"))),
     # -- DTensor
     ("from_local of a DTensor", LayoutError, lambda b: DTensor.from_local(b.x, b.mesh, [R])),
     ("from_local of no tensor", LayoutError, lambda b: DTensor.from_local([1.0], b.mesh, [R])),
     ("not this rank's shard", LayoutError, lambda b: DTensor.from_local(b.plain, b.mesh, [S(0)], shape=(8, 4))),
     ("a stride that is not", LayoutError, lambda b: DTensor.from_local(b.plain, b.mesh, [R], shape=(8, 4), stride=(1, 8))),
-    ("redistribute to Partial", RedistributeError, lambda b: b.x.redistribute(placements=[P])),
-    ("to another reduction", RedistributeError, lambda b: b.part.redistribute(placements=[Partial("max")])),
+    ("redistribute to Partial", md.errors.RedistributeError, lambda b: b.x.redistribute(placements=[P])),
+    ("to another reduction", md.errors.RedistributeError, lambda b: b.part.redistribute(placements=[md.Partial("max")])),
     ("redistribute to no mesh", LayoutError, lambda b: b.x.redistribute("tp", [R])),
     ("to_local with placements that do not fit", LayoutError, lambda b: b.x.to_local(grad_placements=[R, R])),
     ("item of many", OpRuleError, lambda b: b.x.item()),
@@ -170,8 +136,8 @@ TABLE = [
     ("no tensor", LayoutError, lambda b: distribute_tensor(b.plain.asnumpy(), b.mesh, [R])),
     ("no such source", LayoutError, lambda b: distribute_tensor(b.plain, b.mesh, [R], src_data_rank=4)),
     ("a source that is no rank", LayoutError, lambda b: distribute_tensor(b.plain, b.mesh, [R], src_data_rank="0")),
-    ("input_fn of one argument", LayoutError, lambda b: distribute_module(b.net, b.mesh, None, lambda a: a), _cell_usable),
-    ("output_fn of four", LayoutError, lambda b: distribute_module(b.net, b.mesh, None, None, lambda a, c, d, e: a),
+    ("input_fn of one argument", LayoutError, lambda b: md.distribute_module(b.net, b.mesh, None, lambda a: a), _cell_usable),
+    ("output_fn of four", LayoutError, lambda b: md.distribute_module(b.net, b.mesh, None, None, lambda a, c, d, e: a),
      _cell_usable),
     ("a Partial factory", LayoutError, lambda b: md.ones(4, device_mesh=b.mesh, placements=[P])),
     ("a negative size", LayoutError, lambda b: md.zeros(-1, device_mesh=b.mesh)),
@@ -208,8 +174,8 @@ TABLE = [
     ("explicit: local_map compares shapes", ImplicitCommError,
      lambda b: _explicit(lambda: local_map(_never, [S(0)], ([S(0)],))(b.uneven))),
     ("explicit: set_data moves", ImplicitCommError, lambda b: _explicit(lambda: Parameter(b.x, name="w").set_data(b.cols))),
-    ("an unknown policy", ConfigError, lambda b: redistribution_policy("loud")),
-    ("no_skip of no op", ConfigError, lambda b: SkipDTensorDispatch({"matmull"})),
+    ("an unknown policy", ConfigError, lambda b: md.redistribution_policy("loud")),
+    ("no_skip of no op", ConfigError, lambda b: md.SkipDTensorDispatch({"matmull"})),
     ("gathering inside loss_parallel", ImplicitCommError, lambda b: _in_loss(lambda: mint.sort(b.cols, dim=1))),
     # -- local_map, own ops
     ("local_map: too few placements", LayoutError, lambda b: local_map(lambda a, c: a, [S(0)], ([S(0)],))(b.x, 1)),
@@ -229,34 +195,34 @@ TABLE = [
     ("a DFunction without a rule", ValueError, lambda b: Nothing.apply(b.x)),
     # -- styles
     ("Colwise of a ReLU", ConfigError, lambda b: b.styled(ColwiseParallel(), "act"), _cell_usable),
-    ("Rowwise of a norm", ConfigError, lambda b: b.styled(RowwiseParallel(), "norm"), _cell_usable),
-    ("a style on two axes", LayoutError, lambda b: parallelize_module(b.net, b.two, {"a": ColwiseParallel()}), _cell_usable),
+    ("Rowwise of a norm", ConfigError, lambda b: b.styled(md.RowwiseParallel(), "norm"), _cell_usable),
+    ("a style on two axes", LayoutError, lambda b: md.parallelize_module(b.net, b.two, {"a": ColwiseParallel()}), _cell_usable),
     ("a layout that names no axis", LayoutError, lambda b: ColwiseParallel(input_layouts=(R, R)).apply(b.net.a, b.mesh),
      _cell_usable),
-    ("SequenceParallel on two axes", LayoutError, lambda b: SequenceParallel().apply(b.net.norm, b.two), _cell_usable),
+    ("SequenceParallel on two axes", LayoutError, lambda b: md.SequenceParallel().apply(b.net.norm, b.two), _cell_usable),
     ("a pattern that matches nothing", ConfigError, lambda b: b.styled(ColwiseParallel(), "c"), _cell_usable),
-    ("a plan that is none", ConfigError, lambda b: parallelize_module(b.net, b.mesh, ["a"]), _cell_usable),
+    ("a plan that is none", ConfigError, lambda b: md.parallelize_module(b.net, b.mesh, ["a"]), _cell_usable),
     ("an entry that is no style", ConfigError, lambda b: b.styled("columns"), _cell_usable),
     ("a plan with no such source", LayoutError,
-     lambda b: parallelize_module(b.net, b.mesh, {"a": ColwiseParallel()}, src_data_rank=7), _cell_usable),
-    ("inputs that do not pair", ConfigError, lambda b: PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
+     lambda b: md.parallelize_module(b.net, b.mesh, {"a": ColwiseParallel()}, src_data_rank=7), _cell_usable),
+    ("inputs that do not pair", ConfigError, lambda b: md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
     ("keywords that do not pair", ConfigError,
-     lambda b: PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R})),
-    ("outputs that do not pair", ConfigError, lambda b: PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
-    ("both that do not pair", ConfigError, lambda b: PrepareModuleInputOutput(
+     lambda b: md.PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R})),
+    ("outputs that do not pair", ConfigError, lambda b: md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
+    ("both that do not pair", ConfigError, lambda b: md.PrepareModuleInputOutput(
         input_layouts=R, desired_input_layouts=(R, R), output_layouts=R, desired_output_layouts=R)),
     ("another number of inputs", ConfigError,
-     lambda b: b.styled(PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=(R, R)), "act").act(b.plain)),
+     lambda b: b.styled(md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=(R, R)), "act").act(b.plain)),
     ("another number of outputs", ConfigError,
-     lambda b: b.styled(PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R)), "act").act(b.plain)),
-    ("SequenceParallel of no tensor", LayoutError, lambda b: b.styled(SequenceParallel(), "norm").norm([1.0]),
+     lambda b: b.styled(md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R)), "act").act(b.plain)),
+    ("SequenceParallel of no tensor", LayoutError, lambda b: b.styled(md.SequenceParallel(), "norm").norm([1.0]),
      lambda b: equal(b.net.norm(DTensor.from_local(b.plain[None], b.mesh, [S(1)])).sum() * 0, np.float32(0))),
     ("an input without the style's axis", LayoutError,
      lambda b: b.styled(ColwiseParallel()).a(distribute_tensor(b.plain, mesh_1d(4, "other"), src_data_rank=None))),
     ("a local output of uneven width", LayoutError, lambda b: b.styled(
-        PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)), "act").act(b.plain[:6])),
-    ("parts that are not the weight", LayoutError, lambda b: FusedColwiseParallel((3, 3)).apply(b.net.a, b.mesh), _cell_usable),
-    ("units that do not divide", LayoutError, lambda b: FusedColwiseParallel((2, 2)).apply(b.net.a, b.mesh), _cell_usable),
+        md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)), "act").act(b.plain[:6])),
+    ("parts that are not the weight", LayoutError, lambda b: md.FusedColwiseParallel((3, 3)).apply(b.net.a, b.mesh), _cell_usable),
+    ("units that do not divide", LayoutError, lambda b: md.FusedColwiseParallel((2, 2)).apply(b.net.a, b.mesh), _cell_usable),
     ("a plan for an unknown model", ConfigError, lambda b: md.suggest_plan(b.net, b.mesh), _cell_usable),
     ("loss of plain logits", LayoutError, lambda b: loss_parallel(b.plain, Tensor(np.arange(8)))),
     ("an unknown reduction of the loss", LayoutError, lambda b: loss_parallel(b.x, Tensor(np.arange(8)), reduction="max")),
@@ -264,11 +230,11 @@ TABLE = [
     # -- debug
     ("dims that are not there", LayoutError, lambda b: visualize_sharding(b.x, dims=(0, 7), show=False)),
     ("a picture of nothing", LayoutError, lambda b: visualize_sharding(3)),
-    ("an explanation of nothing", DTensorError, lambda b: explain(3)),
+    ("an explanation of nothing", md.errors.DTensorError, lambda b: explain(3)),
 ]
 
 
-def untold(name: str, e: DTensorError) -> list[str]:
+def untold(name: str, e: md.errors.DTensorError) -> list[str]:
     """What a message lacks of four parts: most have an attempt and one of the others, on communication all."""
     more = e.operands or e.rule or e.fix or any(words in e.attempt for words in ("must", "but got", " is "))
     enough = not isinstance(e, ImplicitCommError) or (e.operands and e.rule and e.fix)
@@ -284,7 +250,7 @@ def every_refusal_is_the_same_everywhere_and_free(world):
             try:
                 call(bench)
             except Exception as e:  # noqa: BLE001  the table is checked as a whole
-                if isinstance(e, DTensorError):
+                if isinstance(e, md.errors.DTensorError):
                     problems += untold(name, e)
                 if not isinstance(e, error):
                     problems.append(f"{name}: {type(e).__name__} instead of {error.__name__}: {e}")
@@ -299,7 +265,7 @@ def every_refusal_is_the_same_everywhere_and_free(world):
             problems.append(f"{name}: afterwards {type(e).__name__}: {e}")
     assert not problems, "\n".join(problems)
     assert len(texts) == len(TABLE) > 100
-    everyone = comm.group(tuple(range(world.size))).all_gather_object(texts)
+    everyone = md.comm.group(tuple(range(world.size))).all_gather_object(texts)
     unlike = ["\n".join(told) for told in zip(*everyone) if len(set(told)) > 1]
     assert not unlike, "\n\n".join(unlike)
 

@@ -11,20 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Partial,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+import ms_dtensor as md
+from ms_dtensor import DTensor, Partial, Shard, comm, distribute_tensor, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.comm.device import DeviceBackend
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
@@ -34,7 +22,7 @@ from tests.rehearsal.session import rehearsed
 from tests.rehearsal.tables import Rates
 from tests.tiers import sampled
 
-R, S, P = Replicate(), Shard, Partial()
+R, S, P = md.Replicate(), Shard, Partial()
 
 
 def meshes(world, kind: str):
@@ -162,8 +150,8 @@ def data_parallel_training_is_that_of_the_cpu(world):
 def tensor_parallel_training_is_that_of_the_cpu(world):
     def run(kind):
         mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "tp"))
-        net = parallelize_module(Net(), mesh["tp"], {
-            "blocks.0": ColwiseParallel(use_local_output=False), "blocks.1": RowwiseParallel(use_local_output=False)})
+        net = md.parallelize_module(Net(), mesh["tp"], {
+            "blocks.0": md.ColwiseParallel(use_local_output=False), "blocks.1": md.RowwiseParallel(use_local_output=False)})
         net = replicate(net, mesh=mesh["dp"])
         params = net.trainable_params()
         optimizer = AdamW(params, lr=0.05)

@@ -14,20 +14,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DeviceMesh,
-    DTensor,
-    Partial,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    implicit_replication,
-    parallelize_module,
-    value_and_grad,
-)
+from ms_dtensor import ColwiseParallel, DTensor, Partial, Shard, comm, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.support import (
@@ -42,7 +29,7 @@ from tests.dist.support import (
     same_on_all_ranks,
 )
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), Partial(), Shard
 
 
 def placed(x, mesh, *placements) -> DTensor:
@@ -90,7 +77,7 @@ def one_element_on_several_ranks(world):
 @case(world_size=4)
 def equality_asks_the_ranks_of_the_mesh(world):
     """Peer: `equal` all-reduces over the default group, not the mesh's, and waits for ranks that do not take part."""
-    mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("x",))
+    mesh = md.DeviceMesh("cpu", [0, 2], mesh_dim_names=("x",))
     if world.rank in mesh.rank_list:
         a = counting(5, 2)
         b = a.asnumpy().copy()
@@ -333,7 +320,7 @@ def implicit_replication_is_of_this_thread(world):
             seen.append(x + plain)
         except MixedOperandError as e:
             seen.append(e)
-    with implicit_replication():
+    with md.implicit_replication():
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join()
@@ -385,7 +372,7 @@ def styles_with_local_tensors_equal_one_device(world):
         p.set_data(data(20 + i, *p.shape))
     want = down(mint.nn.functional.silu(up(x)))
     parallelize_module(up, mesh, ColwiseParallel())
-    parallelize_module(down, mesh, RowwiseParallel())
+    parallelize_module(down, mesh, md.RowwiseParallel())
     equal(down(mint.nn.functional.silu(up(x))), want)
 
 

@@ -8,30 +8,13 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common._grad_function import _Function
 
+import ms_dtensor as md
 from model_zoo.llama.at_once import compile_products
 from model_zoo.llama.config import ModelConfig, ParallelConfig
 from model_zoo.llama.cpu import compile_attention
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import parallelize
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    init_device_mesh,
-    local_map,
-    loss_parallel,
-    parallelize_module,
-    replicate,
-    value_and_grad,
-)
+from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
 from tests.dist.support import (
@@ -47,7 +30,7 @@ from tests.dist.support import (
 )
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), md.Shard
 
 
 def fill(cell, seed: int = 1):
@@ -135,8 +118,8 @@ def sequence_parallel_block_and_prepared_inputs(world):
         def construct(self, x):
             return x + self.mlp(self.norm(x))
     x = data(2, 2, 8, 12)
-    plan = {"norm": SequenceParallel(),
-            "mlp": PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
+    plan = {"norm": md.SequenceParallel(),
+            "mlp": md.PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
             "mlp.up": ColwiseParallel(use_local_output=False),
             "mlp.down": RowwiseParallel(output_layouts=S(1), use_local_output=False)}
     count = _compare(lambda: fill(Net()), lambda m: parallelize_module(m, mesh, plan), x,
@@ -151,16 +134,16 @@ def outputs_are_prepared(world):
     x = data(3, 8, 12)
     net = fill(Mlp("mint"))
     want = fill(Mlp("mint"))(x)
-    parallelize_module(net, mesh, PrepareModuleInputOutput(
+    parallelize_module(net, mesh, md.PrepareModuleInputOutput(
         input_layouts=S(0), desired_input_layouts=R, output_layouts=R, desired_output_layouts=S(0)))
-    distribute_module(net, mesh)
+    md.distribute_module(net, mesh)
     rows = slice(2 * world.rank, 2 * world.rank + 2)
     out = net(Tensor(x.asnumpy()[rows]))
     assert type(out) is Tensor
     equal(out, want.asnumpy()[rows])
     other = fill(Mlp("mint"))
-    distribute_module(other, mesh)
-    parallelize_module(other, mesh, PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(1),
+    md.distribute_module(other, mesh)
+    parallelize_module(other, mesh, md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(1),
                                                         use_local_output=False))
     out = other(distribute_tensor(x, mesh, [R], src_data_rank=None))
     assert out.placements == (S(1),)
@@ -173,14 +156,14 @@ def replicate_equals_one_device_in_buckets_and_without(world):
     x = data(4, 8, 12)
     share = Tensor(x.asnumpy()[2 * world.rank:2 * world.rank + 2])
     for bucket, reductions in ((25, 1), (0, 4), (0.001, 2)):
-        count = _compare(lambda: fill(Mlp("nn")), lambda m, b=bucket: replicate(m, mesh=mesh, bucket_mb=b), x, share)
+        count = _compare(lambda: fill(Mlp("nn")), lambda m, b=bucket: md.replicate(m, mesh=mesh, bucket_mb=b), x, share)
         told = {("all_gather_object", "forward"): 1}  # how many rows each rank has
         assert count == {**told, ("all_reduce", "backward"): reductions}, (bucket, count)
 
     def regularised(y):  # a use of the weights that no batch takes part in
         return (y * y).mean()
     net, plain = fill(Mlp("nn")), fill(Mlp("nn"))
-    replicate(net, mesh=mesh)
+    md.replicate(net, mesh=mesh)
 
     def loss(m, t):
         return regularised(m(t)) + (m.up.weight * m.up.weight).sum()
@@ -210,8 +193,8 @@ def a_backward_that_raised_leaves_nothing_in_a_bucket(world):
     mesh = mesh_1d(4, "dp")
     x = data(4, 8, 12)
     net, plain = fill(Mlp("nn")), fill(Mlp("nn"))
-    replicate(net, mesh=mesh)
-    fragile = local_map(Fragile.apply, out_placements=[S(0)], in_placements=([S(0)],))
+    md.replicate(net, mesh=mesh)
+    fragile = md.local_map(Fragile.apply, out_placements=[S(0)], in_placements=([S(0)],))
 
     def whole(m, t, between):
         return (m.down(between(mint.nn.functional.silu(m.up(t)))) ** 2).mean()
@@ -240,7 +223,7 @@ def distribute_module_replicates_what_is_left(world):
         if name == "up":
             weight = cell._params["weight"]
             cell._params["weight"] = Parameter(distribute_tensor(weight, mesh, [R, S(0)]), name=weight.name)
-    distribute_module(net, mesh, partition, lambda cell, inputs, mesh: (distribute_tensor(inputs[0], mesh),),
+    md.distribute_module(net, mesh, partition, lambda cell, inputs, mesh: (distribute_tensor(inputs[0], mesh),),
                       lambda cell, outputs, mesh: seen.append(outputs.layout) or outputs.full_tensor())
     x = data(5, 4, 12)
     out = net(x)
@@ -264,7 +247,7 @@ def loss_parallel_equals_the_plain_loss(world):
                 d_labels = distribute_tensor(labels, mesh, [rows, R], src_data_rank=None)
 
                 def ours(t, r=reduction, s=smoothing, y=d_labels):
-                    return loss_parallel(t, y, reduction=r, label_smoothing=s)
+                    return md.loss_parallel(t, y, reduction=r, label_smoothing=s)
                 with counted() as count:
                     got = value_and_grad(ours, 0)(d_logits)
                 if smoothing and reduction == "mean":  # MindSpore divides the smoothed part by all rows; torch by kept
@@ -279,7 +262,7 @@ TINY = ModelConfig(dim=16, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=24, voca
 
 @case(world_size=4)
 def one_block_communicates_as_megatron_says(world):
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    mesh = md.init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     per_block = {}
     for sequence in (True, False):
         counts = []
@@ -320,7 +303,7 @@ def a_llama_on_two_axes_equals_one_device(world):
 
         def loss(i, y, m=model, p=parallel_loss):
             logits = m(i)
-            return loss_parallel(logits, y.reshape(-1)) if p else cross_entropy(logits, y)
+            return md.loss_parallel(logits, y.reshape(-1)) if p else cross_entropy(logits, y)
         for _ in range(2):
             got = value_and_grad(loss, None, model.trainable_params())(di, dy)
             equal_steps(got, want, model.trainable_params())
@@ -328,7 +311,7 @@ def a_llama_on_two_axes_equals_one_device(world):
 
 @case(world_size=2, timeout=120)
 def a_llama_with_products_at_once_equals_one_device(world):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     ids = np.random.default_rng(1).integers(0, 19, (4, 9)).astype(np.int32)
     plain = Llama(TINY)
     init_weights(plain, 5)
@@ -363,9 +346,9 @@ def styles_refuse_what_they_cannot_do(world):
             (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), mesh["tp"], {"": ColwiseParallel()})),
             (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), mesh["tp"], {"up": "column"})),
             (LayoutError, lambda: parallelize_module(fill(Mlp("nn")), mesh, {"up": ColwiseParallel()})),
-            (ConfigError, lambda: PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
-            (ConfigError, lambda: PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
-            (LayoutError, lambda: loss_parallel(data(1, 2, 3), Tensor([0, 1])))):
+            (ConfigError, lambda: md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
+            (ConfigError, lambda: md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
+            (LayoutError, lambda: md.loss_parallel(data(1, 2, 3), Tensor([0, 1])))):
         texts.append(refusal(wrong, error))
     same_on_all_ranks(world, "\n".join(texts))
     assert "did you mean 'up'" in texts[0]
@@ -377,11 +360,11 @@ def replicate_takes_unlike_rows_of_any_rank(world):
         x = data(rows, rows, 5, 6)
         mine = distribute_tensor(x, mesh_1d(4, "dp"), [S(0)], src_data_rank=None).to_local()
         for styled in (False, True):
-            mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+            mesh = md.init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
             net, plain = fill(nn.Dense(6, 8)), fill(nn.Dense(6, 8))
             if styled:  # the style's own hook takes the plain rows first
                 parallelize_module(net, mesh["tp"], ColwiseParallel(use_local_output=False))
-            replicate(net, mesh=mesh["dp"])
+            md.replicate(net, mesh=mesh["dp"])
             trains_as_one_device(net, plain, x, mine)
 
 
@@ -392,13 +375,13 @@ def styles_take_unlike_plain_shards(world):
         x = data(length, 2, length, 6)
         local = distribute_tensor(x, mesh, [S(1)], src_data_rank=None).to_local()
         net, plain = nn.LayerNorm((6,)), nn.LayerNorm((6,))
-        SequenceParallel(use_local_output=False).apply(net, mesh)
+        md.SequenceParallel(use_local_output=False).apply(net, mesh)
         trains_as_one_device(net, plain, x, local)
         with counted() as count:  # the ranks know what each holds
             net(local)
         assert not count, count
     odd, other = Tensor(x.asnumpy()[:, :1 + world.rank]), nn.LayerNorm((6,))
-    SequenceParallel().apply(other, mesh)
+    md.SequenceParallel().apply(other, mesh)
     text = refusal(lambda: other(odd), LayoutError)
     assert "rank 3 holds [2, 2, 6]" in text, text
     same_on_all_ranks(world, text)

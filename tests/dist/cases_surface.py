@@ -7,21 +7,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Partial,
-    PrepareModuleOutput,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    local_map,
-    loss_parallel,
-    parallelize_module,
-    replicate,
-)
+from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, Shard, distribute_module, parallelize_module, replicate
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError
 from tests.cases import case
 from tests.dist.support import (
@@ -37,13 +23,13 @@ from tests.dist.support import (
 )
 from tests.tiers import sampled
 
-R, P, S = Replicate(), Partial(), Shard
+R, P, S = md.Replicate(), md.Partial(), Shard
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
 
 
 def placed(x, mesh, *placements) -> DTensor:
     """`x` laid out, from each rank's own equal copy."""
-    return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
+    return md.distribute_tensor(x, mesh, list(placements), src_data_rank=None)
 
 
 def same_tree(got, want, what: str) -> None:
@@ -277,7 +263,7 @@ def replicas_over_styles_that_hand_out_local_tensors(world):
     one = parallelize_module(nn.Dense(6, 8), mesh["tp"], ColwiseParallel())
     replicate(one, mesh=mesh["dp"])
     assert one(rows).placements == (S(0), S(1)), "what a style hands out lies as the style says"
-    parallelize_module(one, mesh["tp"], PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
+    parallelize_module(one, mesh["tp"], md.PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
     assert one(rows).placements == (S(0), R), "also where the style comes after"
 
     class After(nn.Cell):
@@ -312,7 +298,7 @@ def ties_between_cells_that_are_distributed_one_by_one(world):
 
     def columns(name, cell, mesh):
         for key, p in cell._params.items():
-            cell._params[key] = Parameter(distribute_tensor(p, mesh, [S(0)]), name=p.name)
+            cell._params[key] = Parameter(md.distribute_tensor(p, mesh, [S(0)]), name=p.name)
     ways = {
         "replicate": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"])),
         "replicate without buckets": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"], bucket_mb=0)),
@@ -336,7 +322,7 @@ def ties_between_cells_that_are_distributed_one_by_one(world):
     def either(name, cell, mesh):
         for key, p in cell._params.items():
             if p.ndim == 2:
-                cell._params[key] = Parameter(distribute_tensor(array(p) if False else Tensor(array(p)), mesh, [
+                cell._params[key] = Parameter(md.distribute_tensor(array(p) if False else Tensor(array(p)), mesh, [
                     S(0 if name == "a" else 1)]), name=p.name)
     assert "shared by cells" in refusal(lambda: distribute_module(_Tied(), mesh_1d(), either), LayoutError)
 
@@ -392,7 +378,7 @@ def compiled_functions_refuse_dtensors_wherever_they_hide(world):
     equal(_through_a_parameter(plain), plain)
     distribute_module(_net, mesh)
     _weight = Parameter(placed(data(2, 4, 4), mesh, R), name="captured")
-    inner = local_map(lambda t: _less(t), [S(0)])
+    inner = md.local_map(lambda t: _less(t), [S(0)])
     for _ in range(2):  # what was compiled with a DTensor is not remembered
         for call in (lambda: _double(x), lambda: _first((x,)), lambda: _first([x]), lambda: _first(ms.mutable((x,))),
                      lambda: _entry({"a": x}), lambda: _named(plain, k=x), lambda: ms.jit(_net)(plain),
@@ -410,7 +396,7 @@ def loss_parallel_lets_in_labels_and_nothing_else(world):
     x, y = data(1, 6, 8), Tensor(np.array([0, 3, 7, 2, 2, 5], np.int32))
     dx = placed(x, mesh, S(1))
     want = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(x)
-    with loss_parallel():
+    with md.loss_parallel():
         got = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(dx)
         equal(got[0], want[0])
         equal(got[1], want[1])

@@ -8,23 +8,15 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.common.api import _pynative_executor
 from mindspore.train import MAE, Metric
 
-from ms_dtensor import (
-    ColwiseParallel,
-    Replicate,
-    Shard,
-    distribute_module,
-    implicit_replication,
-    parallelize_module,
-    redistribution_policy,
-    replicate,
-)
+import ms_dtensor as md
+from ms_dtensor import ColwiseParallel, Shard, distribute_module, parallelize_module, redistribution_policy, replicate
 from ms_dtensor.errors import ConfigError, ImplicitCommError, MixedOperandError
 from tests.cases import case
 from tests.dist.cases_surface import placed
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
+R, S = md.Replicate(), Shard
 
 
 @case(world_size=4)
@@ -67,7 +59,7 @@ def metrics_refuse_what_they_cannot_know(world):
         with redistribution_policy("explicit"):
             assert "MAE.update" in refusal(lambda: MAE().update(x, x), ImplicitCommError)
     assert not count, count
-    with implicit_replication():
+    with md.implicit_replication():
         metric = MAE()
         metric.update(x, data(1, 8, 3))
     assert metric.eval() == 0
