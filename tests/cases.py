@@ -7,8 +7,9 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
     def all_reduce_sums(world): ...          # runs on every rank; world.rank, world.size
 
 which pytest collects as `cases_comm.py::all_reduce_sums[4]` (see `tests/conftest.py`); all cases of a world size share one
-launch. A module that says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in
-their processes what others must not meet, or that wait for time limits.
+launch. In a folder that says `WORLD = 4`, as `tests/dist`, the mark is left out: there each function of `world` alone is a
+case of four ranks, and `case` says what is otherwise. A module that says `GROUP = "errors"` has launches of its own, beside
+the others': for cases that leave behind in their processes what others must not meet, or that wait for time limits.
 
 Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
@@ -17,11 +18,13 @@ goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +80,9 @@ def cases_of(module: ModuleType, name: str, fn: object) -> list[Case]:
     """Of a function that stands in this module its cases, one for each world size; none if it is no case."""
     if getattr(fn, "__module__", None) != module.__name__:
         return []
+    usual = getattr(sys.modules.get(module.__package__ or ""), "WORLD", None)
+    if usual and isfunction(fn) and [*signature(fn).parameters] == ["world"] and not hasattr(fn, "case_sizes"):
+        fn = case(usual)(fn)
     return [Case(module.__name__, name, size, getattr(module, "GROUP", "ranks"), fn.case_timeout)
             for size in getattr(fn, "case_sizes", ())]
 

@@ -7,9 +7,9 @@ import numpy as np
 from model_zoo.llama.ahead import AheadLlama, ahead_loss
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.parallelize import make_mesh, parallelize
-from ms_dtensor import Shard
 from tests.cases import case
 from tests.dist.cases_llama import DEEPSEEK, LAYOUTS, SIZES, drawn, is_one_devices, loss_and_gradients
+from tests.dist.operands import S
 from tests.dist.support import each_once
 from tests.tiers import sampled
 
@@ -46,5 +46,5 @@ def multi_token_prediction_trains_as_on_one_device(world):
             assert all(np.abs(w).max() > 0 for w, n in zip(of_one[1], names, strict=True) if "bias" not in n)
             parallelize(net, mesh, parallel)
             weight = net.ahead[0].block.attention.wo.weight
-            assert weight.placements[mesh.axis_index("tp")] == Shard(1), weight
+            assert weight.placements[mesh.axis_index("tp")] == S(1), weight
             is_one_devices(loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")

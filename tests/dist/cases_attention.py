@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mindspore import Tensor, ops
 
-from ms_dtensor import Replicate, Shard, distribute_tensor, manual_seed, value_and_grad
+from ms_dtensor import distribute_tensor, manual_seed, value_and_grad
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.coverage.references_attention import TRIANGLE
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, refusal
+from tests.dist.operands import R, S, data, mesh_1d
+from tests.dist.support import TOLD, array, counted, equal, refusal
 
-R, S = Replicate(), Shard
 FORMS = {  # layout -> the shapes of queries and keys, and which dims are cut
     "BSND": ((4, 3, 4, 2), (4, 8, 2, 2), (0, 2)), "BNSD": ((4, 4, 3, 2), (4, 2, 8, 2), (0, 1)),
     "BSH": ((4, 3, 8), (4, 8, 4), (0, 2)), "SBH": ((3, 4, 8), (8, 4, 4), (1, 2)), "TND": ((6, 4, 2), (8, 2, 2), (0, 1)),

@@ -14,20 +14,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
-from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
+from ms_dtensor import DTensor, comm, value_and_grad
 from ms_dtensor.errors import MixedOperandError, OpRuleError
 from tests.cases import case
-from tests.dist.support import check_against_one_device, equal, mesh_1d, mesh_2d
+from tests.dist.operands import P, R, S, mesh_1d, mesh_2d, placed
+from tests.dist.support import check_against_one_device, equal
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
 A = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
 B = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
-
-
-def placed(x, mesh, placements):
-    """A NumPy array, laid out from each rank's own equal copy."""
-    return distribute_tensor(Tensor(np.array(x)), mesh, list(placements), src_data_rank=None)
 
 
 def layouts(ndim: int = 2):
@@ -55,17 +50,16 @@ INDICES = (0, -1, slice(1, 4), slice(None, None, -2), (slice(None), 2), (Ellipsi
 def getitem_as_numpy(world):
     mesh = mesh_2d()
     for shift, placements in enumerate(layouts()):
-        x = placed(A, mesh, placements)
+        x = placed(A, mesh, *placements)
         for index in sampled(INDICES, 4, shift):
             equal(x[index], A[index], f"{placements} {index}")
-        ids = placed(np.array([3, 0, -1], np.int32), mesh, [S(0), R])
+        ids = placed(np.array([3, 0, -1], np.int32), mesh, S(0), R)
         equal(x[ids], A[[3, 0, -1]])
         equal(x[ids, ids], A[[3, 0, -1], [3, 0, -1]])
-    partial = DTensor.from_local(Tensor(A), mesh_1d(), [Partial()])
+    partial = DTensor.from_local(Tensor(A), mesh_1d(), [P])
     equal(partial[1:3, [0, 2]], 4 * A[1:3][:, [0, 2]])
 
 
-@case(world_size=4)
 def getitem_gradients(world):
     mesh = mesh_2d()
     fns = (lambda x: (x[1:4] * x[1:4]).sum(), lambda x: (x[[0, 2, 0]] * x[[1, 1, 3]]).sum(),
@@ -75,9 +69,8 @@ def getitem_gradients(world):
             check_against_one_device(fn, [Tensor(A)], [placements], mesh)
 
 
-@case(world_size=4)
 def getitem_refusals_are_the_same_everywhere(world):
-    x = placed(A, mesh_1d(), [S(0)])
+    x = placed(A, mesh_1d(), S(0))
     text = raises(OpRuleError, lambda: x[x > 0])
     assert "mask" in text and "data" in text and "where(" in text
     assert len(set(comm.group(tuple(range(4))).all_gather_object(text))) == 1
@@ -86,7 +79,7 @@ def getitem_refusals_are_the_same_everywhere(world):
     raises(IndexError, lambda: x[rows[1:]])
     for index in (5, (0, 6), (0, 0, 0), [7], (slice(None), [0, -7])):
         raises(IndexError, lambda i=index: x[i])
-    out = placed(np.array([0, 9], np.int32), mesh_1d(), [R])
+    out = placed(np.array([0, 9], np.int32), mesh_1d(), R)
     raises((IndexError, ValueError, RuntimeError), lambda: x[out])
 
 
@@ -100,7 +93,7 @@ def setitem_as_numpy(world):
             want = A.copy()
             region = want[index]
             want[index] = 7.5
-            x = placed(A, mesh, placements)
+            x = placed(A, mesh, *placements)
             x[index] = 7.5
             equal(x, want, f"{placements} {index} = scalar")
             for other in ([R, R], [S(0), R], [R, S(max(region.ndim - 1, 0))]):
@@ -108,13 +101,13 @@ def setitem_as_numpy(world):
                     continue
                 values = B.reshape(-1)[:region.size].reshape(region.shape)
                 want[index] = values
-                x = placed(A, mesh, placements)
-                x[index] = placed(values, mesh, other)
+                x = placed(A, mesh, *placements)
+                x[index] = placed(values, mesh, *other)
                 final = A.copy()
                 final[index] = values
                 equal(x, final, f"{placements} {index} = {other}")
-        row = placed(B[0], mesh, [R, R])
-        x, want = placed(A, mesh, placements), A.copy()
+        row = placed(B[0], mesh, R, R)
+        x, want = placed(A, mesh, *placements), A.copy()
         x[1:4] = row  # broadcast
         x[:, None, 2] = B[:, :1]  # a literal, one dim more
         want[1:4] = B[0]
@@ -126,7 +119,6 @@ def setitem_as_numpy(world):
         assert tuple(x.placements) == tuple(placements)
 
 
-@case(world_size=4)
 def setitem_gradients(world):
     mesh = mesh_2d()
 
@@ -143,11 +135,10 @@ def setitem_gradients(world):
     for f in (fn, by_index):
         want = A.copy()
         for px, pv in itertools.product(([S(0), S(1)], [R, S(0)], [S(1), R]), ([R, R], [S(1), R], [R, S(0)])):
-            v, grads = value_and_grad(f, (0, 1))(placed(want, mesh, px), placed(B[:2], mesh, pv))
+            v, grads = value_and_grad(f, (0, 1))(placed(want, mesh, *px), placed(B[:2], mesh, *pv))
             value, expected = _setitem_reference(f is fn)
             equal(v, np.float32(value), "value", rtol=1e-4)
-            for g, e in zip(grads, expected):
-                equal(g, e, f"{px} {pv}", rtol=1e-4)
+            equal(grads, expected, f"{px} {pv}", 1e-4)
 
 
 def _setitem_reference(first: bool):
@@ -168,14 +159,13 @@ def _setitem_reference(first: bool):
     return (y ** 3).sum(), (gx, 3 * v * v)
 
 
-@case(world_size=4)
 def setitem_refusals(world):
-    x = placed(A, mesh_1d(), [S(0)])
+    x = placed(A, mesh_1d(), S(0))
     raises(MixedOperandError, lambda: x.__setitem__(0, Tensor(B[0])))
-    raises(OpRuleError, lambda: x.__setitem__(x > 0, placed(B, mesh_1d(), [S(0)])))
+    raises(OpRuleError, lambda: x.__setitem__(x > 0, placed(B, mesh_1d(), S(0))))
     raises(OpRuleError, lambda: x.__setitem__(0, B))
     raises(IndexError, lambda: x.__setitem__(9, 0.0))
-    raises(OpRuleError, lambda: DTensor.from_local(Tensor(A), mesh_1d(), [Partial()]).__setitem__(0, 1.0))
+    raises(OpRuleError, lambda: DTensor.from_local(Tensor(A), mesh_1d(), [P]).__setitem__(0, 1.0))
     plain = Tensor(A)
     raises(MixedOperandError, lambda: plain.__setitem__(0, x[0]))
     equal(plain, A)
@@ -216,8 +206,8 @@ def in_place_ops_write(world):
     others = ([R, R], [S(0), S(1)], [S(1), R])
     for shift, ((name, (write, want)), placements) in enumerate(itertools.product(IN_PLACE.items(), layouts())):
         for other in sampled(others, 3, shift):
-            x = placed(A, mesh, placements)
-            before, y = id(x), placed(B, mesh, other)
+            x = placed(A, mesh, *placements)
+            before, y = id(x), placed(B, mesh, *other)
             out = write(x, y)
             assert out is x and id(x) == before, name
             assert tuple(x.placements) == tuple(placements), name
@@ -225,11 +215,10 @@ def in_place_ops_write(world):
             equal(y, B)
 
 
-@case(world_size=4)
 def in_place_on_parameters(world):
-    w = Parameter(placed(A, mesh_1d(), [S(0)]), name="w")
+    w = Parameter(placed(A, mesh_1d(), S(0)), name="w")
     same = w
-    w.add_(placed(B, mesh_1d(), [S(1)]))
+    w.add_(placed(B, mesh_1d(), S(1)))
     w.mul_(2)
     w[0] = 1.0
     want = (A + B) * 2
@@ -243,27 +232,25 @@ def in_place_on_parameters(world):
     equal(w, want)
 
 
-@case(world_size=4)
 def in_place_keeps_the_placement_or_refuses(world):
     mesh = mesh_1d()
-    partial = DTensor.from_local(Tensor(A), mesh, [Partial()])
+    partial = DTensor.from_local(Tensor(A), mesh, [P])
     text = raises(OpRuleError, lambda: partial.add_(1.0))
     assert "placement" in text and "redistribute the target first" in text
     equal(partial, 4 * A)
     partial.mul_(2)
-    partial.add_(DTensor.from_local(Tensor(B), mesh, [Partial()]))
-    assert partial.placements == (Partial(),)
+    partial.add_(DTensor.from_local(Tensor(B), mesh, [P]))
+    assert partial.placements == (P,)
     equal(partial, 8 * A + 4 * B)
     raises(OpRuleError, lambda: partial.exp_())
-    x = placed(A, mesh, [S(0)])
-    x.add_(DTensor.from_local(Tensor(B), mesh, [Partial()]))
+    x = placed(A, mesh, S(0))
+    x.add_(DTensor.from_local(Tensor(B), mesh, [P]))
     equal(x, A + 4 * B)
-    raises(OpRuleError, lambda: placed(A[0], mesh, [S(0)]).add_(x))  # would have to grow
+    raises(OpRuleError, lambda: placed(A[0], mesh, S(0)).add_(x))  # would have to grow
     raises(MixedOperandError, lambda: x.add_(Tensor(B)))
     raises(MixedOperandError, lambda: Tensor(B).add_(x))
 
 
-@case(world_size=4)
 def in_place_gradients(world):
     def fn(x, w):
         y = x * 2
@@ -277,13 +264,11 @@ def in_place_gradients(world):
     y, keep = 2 * a * b + a, a <= 1
     expected = (2 * y * (2 * b + 1) * keep, 2 * y * 2 * a * keep)
     for px, pw in itertools.product(([S(0), S(1)], [R, S(0)]), ([R, R], [S(0), S(1)], [S(1), R])):
-        value, grads = value_and_grad(fn, (0, 1))(placed(A, mesh_2d(), px), placed(B, mesh_2d(), pw))
+        value, grads = value_and_grad(fn, (0, 1))(placed(A, mesh_2d(), *px), placed(B, mesh_2d(), *pw))
         equal(value, np.float32((y * y * keep).sum()), rtol=1e-4)
-        for g, e in zip(grads, expected):
-            equal(g, e, f"{px} {pw}", rtol=1e-4)
+        equal(grads, expected, f"{px} {pw}", 1e-4)
 
 
-@case(world_size=4)
 def in_place_drops_what_was_derived(world):
     """A memo of an earlier value must not answer for the new one."""
     def fn(x):
@@ -294,7 +279,7 @@ def in_place_drops_what_was_derived(world):
     a = A.astype(np.float64)
     f = a[::-1]
     for placements in ([S(0)], [S(1)], [R]):
-        value, grad = value_and_grad(fn, 0)(placed(A, mesh_1d(), placements))
+        value, grad = value_and_grad(fn, 0)(placed(A, mesh_1d(), *placements))
         equal(value, np.float32(((f + 1) * f * a).sum()), rtol=1e-4)
         equal(grad, (f + 1) * f + ((2 * f + 1) * a)[::-1], rtol=1e-4)
 
@@ -323,7 +308,7 @@ def a_write_through_a_view_reaches_the_original_or_raises(world):
     """Peer: `y = x[1:3]; y.zero_()` on a sharded dim leaves x as it was, and says nothing."""
     through = 0
     for placements, (name, view) in sampled(itertools.product(layouts(), VIEWS.items()), 2):
-        x = placed(A, mesh_2d(), placements)
+        x = placed(A, mesh_2d(), *placements)
         y = view(x)
         try:
             y.fill_(9.0)
@@ -343,21 +328,20 @@ def a_write_through_a_view_reaches_the_original_or_raises(world):
     assert through > len(sampled(range(60), 2)), through
 
 
-@case(world_size=4)
 def a_write_to_the_original_reaches_views_or_raises(world):
     mesh = mesh_1d()
-    x = placed(A, mesh, [S(0)])
+    x = placed(A, mesh, S(0))
     y = x[1:3]  # gathered: a copy here, a view on one device
     raises(OpRuleError, lambda: x.zero_())
     raises(OpRuleError, lambda: x.__setitem__(0, 0.0))
     del y
     x.zero_()  # nobody can see the difference any more
     equal(x, 0 * A)
-    x = placed(A, mesh, [S(0)])
+    x = placed(A, mesh, S(0))
     y = x.reshape((5, 2, 3))
     x.mul_(2)
     equal(y, 2 * A.reshape(5, 2, 3))
-    x = placed(A, mesh, [R])
+    x = placed(A, mesh, R)
     y = x.redistribute(placements=[S(0)])
     y.zero_()
     equal(x, A, "a redistributed tensor is its own")
@@ -367,22 +351,21 @@ def a_write_to_the_original_reaches_views_or_raises(world):
         b = a[:, 1:3]
         b.zero_()
         return a.sum()
-    raises(OpRuleError, lambda: value_and_grad(fn, 0)(placed(A, mesh, [S(0)])))
+    raises(OpRuleError, lambda: value_and_grad(fn, 0)(placed(A, mesh, S(0))))
 
 
 # -- Python's and NumPy's protocols ---------------------------------------------------------------------------------
 
 
-@case(world_size=4)
 def values_are_global_or_refused(world):
-    x = placed(A, mesh_1d(), [S(0)])
+    x = placed(A, mesh_1d(), S(0))
     assert len(x) == 5 and x.ndim == 2 and tuple(x.shape) == (5, 6) and x.numel() == 30 and x.nbytes == 120
     assert x.stride() == (6, 1), x.stride()
     assert x.strides == (24, 4) and x.itemsize == 4 and x.dtype == ms.float32
     assert [float(r.sum().item()) for r in x] and len(list(x)) == 5
     equal(mint.stack(list(x)), A)
     assert abs(x[2, 3].item() - A[2, 3]) < 1e-6 and abs(float(x.sum()) - A.sum()) < 1e-4
-    one = placed(np.array([3], np.int32), mesh_1d(), [S(0)])  # held by one rank only
+    one = placed(np.array([3], np.int32), mesh_1d(), S(0))  # held by one rank only
     assert one.item() == 3 and int(one) == 3 and bool(one) and list(range(4))[one[0]] == 3
     for read in (lambda: x.asnumpy(), lambda: x.numpy(), lambda: np.asarray(x), lambda: np.array(x), lambda: x.tolist(),
                  lambda: x.get_bytes(), lambda: x.item(), lambda: bool(x), lambda: float(x), lambda: Tensor(x),
@@ -403,9 +386,8 @@ def values_are_global_or_refused(world):
     assert not (x.data is not x)
 
 
-@case(world_size=4)
 def plain_operands_raise_in_every_position(world):
-    x, plain = placed(A, mesh_1d(), [S(0)]), Tensor(B)
+    x, plain = placed(A, mesh_1d(), S(0)), Tensor(B)
     param = Parameter(Tensor(B), name="p")
     for other in (plain, param):
         for mix in (lambda t: t + x, lambda t: x + t, lambda t: t * x, lambda t: t - x, lambda t: t / x,
@@ -424,10 +406,9 @@ def plain_operands_raise_in_every_position(world):
     equal(x, A)
 
 
-@case(world_size=4)
 def keyword_operands_work(world):
     """MindSpore: "Input has no __fallback__ attribute!"."""
-    x, y = placed(A, mesh_1d(), [S(0)]), placed(B, mesh_1d(), [S(1)])
+    x, y = placed(A, mesh_1d(), S(0)), placed(B, mesh_1d(), S(1))
     equal(mint.add(input=x, other=y), A + B)
     equal(mint.add(other=y, input=x, alpha=2), A + 2 * B)
     equal(mint.sub(input=x, other=y), A - B)
@@ -447,10 +428,9 @@ def keyword_operands_work(world):
     equal(g, 2 * A)
 
 
-@case(world_size=4)
 def lists_of_tensors_are_seen(world):
     """MindSpore: `ops.stack([x, y])` and `AddN` give the local tensors' stack, plain."""
-    x, y = placed(A, mesh_1d(), [S(0)]), placed(B, mesh_1d(), [S(1)])
+    x, y = placed(A, mesh_1d(), S(0)), placed(B, mesh_1d(), S(1))
     for got, want in ((ops.stack((x, y), 1), np.stack([A, B], 1)), (ops.Stack(0)([x, y]), np.stack([A, B])),
                       (mint.stack([x, y], -1), np.stack([A, B], -1)), (ops.addn((x, y)), A + B),
                       (ops.AddN()([x, y, x]), 2 * A + B),
@@ -460,11 +440,10 @@ def lists_of_tensors_are_seen(world):
         equal(got, want)
 
 
-@case(world_size=4)
 def copies_and_pickles(world):
     mesh = mesh_2d()
-    x = placed(A, mesh, [S(0), S(1)])
-    w = Parameter(placed(A, mesh, [S(0), R]), name="w", requires_grad=False)
+    x = placed(A, mesh, S(0), S(1))
+    w = Parameter(placed(A, mesh, S(0), R), name="w", requires_grad=False)
     for one in (x, w):
         for again in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert isinstance(again, DTensor) and again.layout is one.layout

@@ -11,19 +11,18 @@ import numpy as np
 from mindspore import Tensor, nn
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Partial, Replicate, Shard, checkpoint, comm, distribute_tensor, optim
+from ms_dtensor import DTensor, checkpoint, comm, optim
 from ms_dtensor.errors import CheckpointError
 from tests.cases import case
 from tests.checkpoint.programs import BY_RANKS, Net
-from tests.dist.support import array, counted, data, mesh_1d, mesh_2d, refusal, same_on_all_ranks
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import array, counted, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
 
-
-def folder(world) -> Path:
+def shared_folder() -> Path:
     """A new one, the same on all ranks."""
-    return Path(comm.group(tuple(range(world.size))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
+    return Path(comm.group(tuple(range(4))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
 
 
 LAYOUTS = BY_RANKS[4]
@@ -42,7 +41,7 @@ def stepped(layout, seed, build="AdamW"):
     for step in range(2):
         draw = np.random.default_rng(seed + step)
         grads = [Tensor(draw.normal(size=p.shape).astype(np.float32)).astype(p.dtype) for p in params]
-        optimizer(tuple(distribute_tensor(g, p.device_mesh, p.layout.placements, src_data_rank=None)
+        optimizer(tuple(placed(g, p.device_mesh, *p.layout.placements)
                         if isinstance(p, DTensor) and p.layout.order == tuple(range(p.layout.mesh.ndim)) else
                         _like(g, p) for g, p in zip(grads, params)))
         ema.update()
@@ -74,7 +73,7 @@ def _same(got, want, what):
 @case(world_size=4, timeout=300)
 def what_one_layout_saves_every_other_loads_bit_for_bit(world):
     saved = {}
-    root = folder(world)
+    root = shared_folder()
     for layout in LAYOUTS:
         state = stepped(layout, 1)
         checkpoint.save(state, root / layout.replace(" ", "_"))
@@ -91,7 +90,7 @@ def what_one_layout_saves_every_other_loads_bit_for_bit(world):
 
 @case(world_size=4, timeout=300)
 def every_optimizer_comes_back_bit_for_bit(world):
-    root = folder(world)
+    root = shared_folder()
     for shift, build in enumerate(list(BUILD)[1:]):
         state = stepped("fsdp=2 x tp=2", 1, build)
         want = values(state)
@@ -104,10 +103,10 @@ def every_optimizer_comes_back_bit_for_bit(world):
 
 @case(world_size=4, timeout=120)
 def bytes_are_written_once_evenly_and_only_those_needed_are_read(world):
-    root, mesh = folder(world), mesh_2d()
+    root, mesh = shared_folder(), mesh_2d()
     value = np.random.default_rng(1).normal(size=(4096, 1024)).astype(np.float32)  # 16 MiB
     layouts = {"whole": [R, R], "rows": [S(0), R], "rows twice": [S(0), S(0)], "columns": [R, S(1)]}
-    state = {name: distribute_tensor(Tensor(value), mesh, lay, src_data_rank=None) for name, lay in layouts.items()}
+    state = {name: placed(Tensor(value), mesh, *lay) for name, lay in layouts.items()}
     with counted() as count:
         checkpoint.save(state, root / "a")
     assert set(count) == {("all_gather_object", "forward")}, "nothing but words is sent"
@@ -125,8 +124,8 @@ def bytes_are_written_once_evenly_and_only_those_needed_are_read(world):
 
 @case(world_size=4, timeout=120)
 def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world):
-    root, mesh = folder(world), mesh_1d(4)
-    partial_sum = DTensor.from_local(data(1, 3, 2), mesh, [Partial()])
+    root, mesh = shared_folder(), mesh_1d(4)
+    partial_sum = DTensor.from_local(data(1, 3, 2), mesh, [P])
     for state, words in (({"w": partial_sum}, ("Partial", "reduce_partial")),
                          ({"step": world.rank}, ("differ in 1 keys", "'step': rank 0 0; rank 1 1")),
                          ({"w": data(world.rank, 3)}, ("differ", "DTensor.from_local")),
@@ -173,11 +172,10 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
     same_on_all_ranks(world, text)
 
 
-@case(world_size=4)
 def ranks_whose_keys_come_in_another_order_save_and_load_one_state(world):
     """As keys out of a `set()` do, whose order differs by process."""
-    root, mesh, shared = folder(world), mesh_1d(4), data(9, 3)
-    items = [(f"w{i}", distribute_tensor(data(i, 5 + i, 3), mesh, [S(0)], src_data_rank=None)) for i in range(12)]
+    root, mesh, shared = shared_folder(), mesh_1d(4), data(9, 3)
+    items = [(f"w{i}", placed(data(i, 5 + i, 3), mesh, S(0))) for i in range(12)]
     items += [("plain", data(3, 40)), ("n", 1), ("m", 2), ("tied", shared), ("a_tie", shared)]
     np.random.default_rng(world.rank).shuffle(items)
     state = dict(items)
@@ -198,7 +196,7 @@ def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world):
     """tp on mesh["tp"] of a 2x2 mesh, nothing on dp."""
     from ms_dtensor import fully_shard, parallelize_module
     from tests.checkpoint.programs import STYLES, fill, program
-    root, mesh = folder(world), mesh_2d()
+    root, mesh = shared_folder(), mesh_2d()
     net = Net(1)
     parallelize_module(net, mesh["tp"], STYLES)
     optimizer = optim.AdamW(net.trainable_params(), 0.1)
@@ -237,10 +235,9 @@ def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world):
     same_on_all_ranks(world, text)
 
 
-@case(world_size=4)
 def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
-    root, mesh, here = folder(world), mesh_1d(4), os.getcwd()
-    state = {"w": distribute_tensor(data(1, 8, 3), mesh, [S(0)], src_data_rank=None)}
+    root, mesh, here = shared_folder(), mesh_1d(4), os.getcwd()
+    state = {"w": placed(data(1, 8, 3), mesh, S(0))}
     os.makedirs(root / str(world.rank))
     os.chdir(root / str(world.rank))
     try:
@@ -254,7 +251,7 @@ def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
 
 @case(world_size=4, timeout=120)
 def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
-    root, x = folder(world), data(3, 4, 6)[world.rank:world.rank + 1]
+    root, x = shared_folder(), data(3, 4, 6)[world.rank:world.rank + 1]
     state = stepped("fsdp=4", 1)
     want = array(state["model"](x))
     checkpoint.save(state, root / "a")
@@ -269,8 +266,8 @@ def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
 @case(world_size=4, timeout=120)
 def one_ranks_failure_is_raised_on_all_and_the_previous_checkpoint_stays(world):
     from ms_dtensor.checkpoint import saving
-    root, mesh = folder(world), mesh_1d(4)
-    first, second = ({"w": distribute_tensor(data(i, 8, 3), mesh, [S(0)], src_data_rank=None)} for i in (1, 2))
+    root, mesh = shared_folder(), mesh_1d(4)
+    first, second = ({"w": placed(data(i, 8, 3), mesh, S(0))} for i in (1, 2))
     checkpoint.save(first, root, step=1)
     real = saving.write
 
@@ -301,9 +298,9 @@ def one_ranks_failure_is_raised_on_all_and_the_previous_checkpoint_stays(world):
 
 @case(world_size=4, timeout=120)
 def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
-    root, mesh = folder(world), mesh_1d(4)
+    root, mesh = shared_folder(), mesh_1d(4)
     value = data(1, 8, 300)
-    checkpoint.save({"w": distribute_tensor(value, mesh, [S(0)], src_data_rank=None)}, root / "a")
+    checkpoint.save({"w": placed(value, mesh, S(0))}, root / "a")
     path = root / "a" / "shard-00002-of-00004.safetensors"
     if world.rank == 0:
         whole = bytearray(path.read_bytes())
@@ -321,7 +318,7 @@ def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
 
 @case(world_size=4, timeout=120)
 def an_asynchronous_save_holds_the_values_of_its_moment(world):
-    root, state = folder(world), stepped("fsdp=2 x tp=2", 1)
+    root, state = shared_folder(), stepped("fsdp=2 x tp=2", 1)
     want = values(state)
     saving = checkpoint.save(state, root, step=1, async_save=True)
     other = stepped("fsdp=2 x tp=2", 2)

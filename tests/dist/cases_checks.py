@@ -5,16 +5,13 @@ from __future__ import annotations
 import mindspore as ms
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, local_map, value_and_grad
+from ms_dtensor import DTensor, comm, distribute_tensor, local_map, value_and_grad
 from ms_dtensor.debug import checks
 from ms_dtensor.errors import LayoutError
-from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_2d, same_on_all_ranks
-
-R, P, S = Replicate(), Partial(), Shard
+from tests.dist.operands import P, R, S, data, mesh_2d
+from tests.dist.support import counted, equal, same_on_all_ranks
 
 
-@case(world_size=4)
 def a_false_claim_of_replicas_is_found_inside_checks(world):
     mesh = mesh_2d()  # dp=2, tp=2
     x, whole = data(1, 8, 4), [R, R]
@@ -60,7 +57,6 @@ def a_false_claim_of_replicas_is_found_inside_checks(world):
         local_map(lambda a: a * world.rank, [S(0), S(1)], ([S(0), S(1)],))(dx)
 
 
-@case(world_size=4)
 def from_local_inside_checks_compares_replicas(world):
     mesh = mesh_2d()
     mine = data(world.rank, 4, 2)

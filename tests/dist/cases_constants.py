@@ -10,7 +10,8 @@ import ms_dtensor as md
 from ms_dtensor.debug import checks
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, refusal, same_on_all_ranks
+from tests.dist.operands import Built, S, data
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 F, B = "forward", "backward"
 MESSAGE = ("all_gather_object", F)
@@ -54,7 +55,7 @@ def step(net, x):
 
 
 def whole(mesh):
-    return data(9, 8, 6), md.distribute_tensor(data(9, 8, 6), mesh, {"dp": md.Shard(0)}), Tensor(
+    return data(9, 8, 6), md.distribute_tensor(data(9, 8, 6), mesh, {"dp": S(0)}), Tensor(
         data(9, 8, 6).asnumpy()[mesh.get_rank() * 4:][:4])
 
 
@@ -200,8 +201,7 @@ def optimizers_of_others_equal_one_device(world):
                     optimizer(grads)
                 norms = {("all_reduce", F): 2} if how == "fsdp" else {}  # of `0 + ...`, and of the sum
                 assert count == norms, (make, how, count)
-            for p, w in zip(net.trainable_params(), plain.trainable_params(), strict=True):
-                equal(p, w, f"{make.__name__} {how} {p.name}")
+            equal(net.trainable_params(), plain.trainable_params(), f"{make.__name__} {how}")
         plain_grads = tuple(g.to_local() for g in grads)  # shards, which no rule says of
         text = refusal(lambda o=optimizer, g=plain_grads: o(g), MixedOperandError)
         same_on_all_ranks(world, text)
@@ -212,20 +212,16 @@ def parameters_and_local_outputs_are_no_constants(world):
     mesh = mesh_of("tp")
     x = md.distribute_tensor(data(9, 8, 6), mesh)
 
-    class Weighted(nn.Cell):
-        def __init__(self, of_it):
-            super().__init__()
-            self.up, self.w, self.of_it = nn.Dense(6, 6), Parameter(data(3, 6), name="w"), of_it
-
-        def construct(self, x):
-            return self.up(x) * (self.w * 2 if self.of_it else self.w)
+    def weighted(of_it):
+        return Built(lambda c, x: c.up(x) * (c.w * 2 if of_it else c.w), up=nn.Dense(6, 6),
+                     w=Parameter(data(3, 6), name="w"))
     for of_it in (True, False):
-        net = md.parallelize_module(Weighted(of_it), mesh, {"up": md.ColwiseParallel(use_local_output=False)},
+        net = md.parallelize_module(weighted(of_it), mesh, {"up": md.ColwiseParallel(use_local_output=False)},
                                     constants="replicate")
         text = refusal(lambda net=net: md.value_and_grad(lambda t: net(t).mean(), None, net.trainable_params())(x),
                        MixedOperandError)
         same_on_all_ranks(world, text)
-    net = md.parallelize_module(Weighted(False), mesh, {"up": md.ColwiseParallel()}, constants="replicate")
+    net = md.parallelize_module(weighted(False), mesh, {"up": md.ColwiseParallel()}, constants="replicate")
     text = refusal(lambda: net(x), LayoutError)
     assert "hands out a plain tensor" in text and "use_local_output=False" in text, text
     same_on_all_ranks(world, text)

@@ -12,7 +12,7 @@ import yaml
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import ColwiseParallel, DTensor, Layout, Partial, Replicate, Shard, comm, replicate, value_and_grad
+from ms_dtensor import ColwiseParallel, DTensor, Layout, comm, replicate, value_and_grad
 from ms_dtensor.debug import CommDebugMode
 from ms_dtensor.debug.predict.hardware import parse
 from ms_dtensor.dispatch.operands import redistribute, wrap
@@ -20,13 +20,11 @@ from ms_dtensor.redistribute.plan import plan
 from ms_dtensor.tools import host, machine
 from tests.cases import case
 from tests.debug import dry_programs
-from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d
+from tests.dist.support import same_on_all_ranks
 from tests.tiers import sampled
 
-R, P, S = Replicate(), Partial(), Shard
 
-
-@case(world_size=4)
 def a_step_is_counted_alike_on_all_ranks(world):
     mesh = mesh_1d()
     args = [md.distribute_tensor(t, mesh, [p], src_data_rank=None)
@@ -47,7 +45,6 @@ def a_step_is_counted_alike_on_all_ranks(world):
         assert (Path(folder) / "trace.json").stat().st_size > 100
 
 
-@case(world_size=4)
 def dry_runs_communicate_what_ranks_do(world):
     """Every event, forward and backward: of the programs of all kinds of parallelism, one after another."""
     for program in sampled(dry_programs.PROGRAMS, 4, 1):
@@ -59,22 +56,16 @@ def dry_runs_communicate_what_ranks_do(world):
             assert a == b, f"{program}, event {i}: real {a}, dry {b}"
 
 
-class _Block(nn.Cell):
+def _block(width: int = 8):
     """Attention-like and MLP-like halves, under the names of a Llama."""
-
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.norm = nn.LayerNorm((width,))
-        self.wq, self.wo = nn.Dense(width, width, has_bias=False), nn.Dense(width, width, has_bias=False)
-
-    def construct(self, x):
-        return x + self.wo(mint.tanh(self.wq(self.norm(x))))
+    wq, wo = (nn.Dense(width, width, has_bias=False) for _ in range(2))
+    return Built(lambda c, x: x + c.wo(mint.tanh(c.wq(c.norm(x)))), norm=nn.LayerNorm((width,)), wq=wq, wo=wo)
 
 
 class _Net(nn.Cell):
     def __init__(self):
         super().__init__()
-        self.layers = nn.CellList([_Block(), _Block()])
+        self.layers = nn.CellList([_block(), _block()])
 
     def construct(self, x):
         for layer in self.layers:
@@ -82,7 +73,6 @@ class _Net(nn.Cell):
         return x
 
 
-@case(world_size=4)
 def each_cell_is_charged_with_its_own_communication(world):
     mesh = mesh_2d()
     x = data(3 + mesh.get_local_rank("dp"), 2, 8)  # this rank's rows
@@ -108,7 +98,6 @@ def each_cell_is_charged_with_its_own_communication(world):
     assert mode.get_sharding_info()["layers.1.wo.weight"] == (R, S(1))
 
 
-@case(world_size=4)
 def every_plan_sends_the_collectives_it_promises(world):
     mesh = mesh_2d()
     shape = (8, 4)
@@ -127,7 +116,6 @@ def every_plan_sends_the_collectives_it_promises(world):
     assert comm.current_world() is not None
 
 
-@case(world_size=4)
 def axis_orders_and_helpers_arrive(world):
     """Plans that use replicated axes as helpers, other axis orders and sums that stay partial, on real ranks."""
     mesh = mesh_2d()

@@ -10,14 +10,14 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.cases_fully_shard import ROWS, Net, Scalar, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.support import equal, mesh_2d
+from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step, scalar
+from tests.dist.operands import Built, R, S, mesh_2d
+from tests.dist.support import equal
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.tables import Rates
 from tests.tiers import sampled
 
 
-@case(4)
 def computing_in_bfloat16(world):
     policy = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
     for mesh, tp in sampled(((fsdp(), None), (mesh_2d()["dp"], mesh_2d()["tp"])), 2, 1):
@@ -34,7 +34,6 @@ def computing_in_bfloat16(world):
         assert reduced and {e.dtype for e in reduced} == {"Float32"}, reduced
 
 
-@case(4)
 def bfloat16_is_one_devices_bfloat16(world):
     """The loss within 2^-7, gradients within 2^-6 of the largest: each rank rounds its rows' summands by itself."""
     policy, mesh = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32), fsdp()
@@ -48,20 +47,13 @@ def bfloat16_is_one_devices_bfloat16(world):
         equal(g, w.to_local(), p.name, rtol=2**-6)
 
 
-@case(4)
 def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
     """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
     mesh, small = mesh_2d(), 2.0**-9
-    x = md.DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), mesh, [md.Shard(0), md.Shard(0)])
+    x = md.DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), mesh, [S(0), S(0)])
     for reduce_dtype, dtype in ((ms.float32, "Float32"), (None, "BFloat16")):
-        class Scale(nn.Cell):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = Parameter(Tensor(np.ones(6, np.float32)), name="weight")
-
-            def construct(self, t):
-                return t * self.weight
-        net = md.fully_shard(md.distribute_module(Scale(), mesh["tp"]), mesh=mesh["dp"],
+        scale = Built(lambda c, t: t * c.weight, weight=Parameter(Tensor(np.ones(6, np.float32)), name="weight"))
+        net = md.fully_shard(md.distribute_module(scale, mesh["tp"]), mesh=mesh["dp"],
                           mp_policy=md.MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
         with md.comm.record() as events:
             _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
@@ -119,24 +111,17 @@ def gradients_completed_late_are_whole_for_whoever_asks(world):
         equal(a, b, str(i))
 
 
-@case(4)
 def several_dtypes_in_a_unit(world):
-    class Mixed(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Dense(5, 6)
-            self.scale = Parameter(Tensor(np.arange(1, 7) / 4, ms.float64), name="scale")
-            self.shift = Parameter(Tensor(np.arange(6) / 3, ms.float16), name="shift")
-
-        def construct(self, x):
-            return self.one(x) * self.scale.astype(ms.float32) + self.shift.astype(ms.float32)
-    mesh, plain, net = fsdp(), filled(Mixed()), filled(Mixed())
+    def mixed():
+        return filled(Built(lambda c, x: c.one(x) * c.scale.astype(ms.float32) + c.shift.astype(ms.float32),
+                            one=nn.Dense(5, 6), scale=Parameter(Tensor(np.arange(1, 7) / 4, ms.float64), name="scale"),
+                           shift=Parameter(Tensor(np.arange(6) / 3, ms.float16), name="shift")))
+    mesh, plain, net = fsdp(), mixed(), mixed()
     md.fully_shard(net, mesh=mesh)
     count = same_step(net, plain, mesh, rtol=1e-3)  # float16's rounding of one gradient
     assert count["all_gather", "forward"] == 3 and count["reduce_scatter", "backward"] == 3, count
 
 
-@case(4)
 def a_copy_of_a_cell_runs_on_its_own(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -150,11 +135,10 @@ def a_copy_of_a_cell_runs_on_its_own(world):
     same_step(net, filled(Net()), mesh)
 
 
-@case(4)
 def parameters_kept_whole(world):
     mesh, plain, net = fsdp(), filled(Net()), filled(Net())
-    cut_up(net, mesh, shard_placement_fn=lambda p: md.Replicate() if p.ndim == 1 else None)
-    assert net.head.bias.placements == (md.Replicate(),) and net.head.weight.placements == (md.Shard(0),)
+    cut_up(net, mesh, shard_placement_fn=lambda p: R if p.ndim == 1 else None)
+    assert net.head.bias.placements == (R,) and net.head.weight.placements == (S(0),)
     for sync in (False, True):
         net.set_requires_gradient_sync(sync)
         grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
@@ -164,8 +148,8 @@ def parameters_kept_whole(world):
         equal(g, 2 * w, p.name)
     count = same_step(net, plain, mesh)
     assert count["reduce_scatter", "backward"] == 4 and count["all_reduce", "backward"] == 4, count
-    scale = filled(Scalar())
-    md_scale = md.fully_shard(filled(Scalar()), mesh=mesh, shard_placement_fn=lambda p: md.Replicate())
+    scale = scalar()
+    md_scale = md.fully_shard(scalar(), mesh=mesh, shard_placement_fn=lambda p: R)
     same_step(md_scale, scale, mesh)
     fused, whole = nn.Dense(5, 12), nn.Dense(5, 12)
     filled(whole)
@@ -175,5 +159,4 @@ def parameters_kept_whole(world):
     x = md.value_and_grad(lambda x: sum((y ** 2).mean() for y in fused(x)), None, fused.trainable_params())(mine(mesh_2d()["dp"]))
     y = ms.value_and_grad(lambda x: sum((y ** 2).mean() for y in mint.split(whole(x), 4, 1)), None,
                           whole.trainable_params())(Tensor(ROWS))
-    for g, w in zip((x[0], *x[1]), (y[0], *y[1]), strict=True):
-        equal(g, w)
+    equal((x[0], *x[1]), (y[0], *y[1]))

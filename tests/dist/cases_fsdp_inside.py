@@ -9,11 +9,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, MixedPrecisionPolicy, Partial, Replicate, Shard, checkpoint_wrapper, fully_shard, replicate
+from ms_dtensor import DTensor, MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, replicate
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from ms_dtensor.internals.names import no_grad
-from tests.cases import case
-from tests.dist.cases_fully_shard import ASKED, ROWS, Block, Net, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.cases_fully_shard import ASKED, ROWS, Net, block, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.operands import Built, P, R, S
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
@@ -46,7 +46,6 @@ def recomputed(net):
     return checkpoint_wrapper(net.blocks[1].up) and checkpoint_wrapper(net.blocks[0]) and net
 
 
-@case(4)
 def only_gradients_that_were_asked_for_are_gathered_up(world):
     def made(kind: str, cut, again: bool):
         mesh = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",))
@@ -89,7 +88,6 @@ def only_gradients_that_were_asked_for_are_gathered_up(world):
             equal(g, a + b + c if i == at else a + b, f"npu {i}")
 
 
-@case(4)
 def a_parameter_unfrozen_after_its_cell_was_wrapped_gets_its_gradient(world):
     mesh = fsdp()
     for cut, before in ((cut_up, True), (whole, False)):
@@ -102,7 +100,6 @@ def a_parameter_unfrozen_after_its_cell_was_wrapped_gets_its_gradient(world):
             same_step(net, plain, mesh)
 
 
-@case(4)
 def cells_of_a_larger_unit_run_again(world):
     mesh = fsdp()
     for shift, cut in sampled(enumerate((whole, divided)), 2, 1):
@@ -123,7 +120,6 @@ def cells_of_a_larger_unit_run_again(world):
                 same_step(net, plain, mesh)
 
 
-@case(4)
 def tied_frozen_and_single_numbers_run_again(world):
     mesh = fsdp()
     for cut in (whole, divided):
@@ -135,7 +131,6 @@ def tied_frozen_and_single_numbers_run_again(world):
             equal(net(mine(mesh)), plain(Tensor(ROWS)))
 
 
-@case(4)
 def what_runs_again_computes_in_the_policys_dtype(world):
     mesh, policy = fsdp(), MixedPrecisionPolicy(ms.float16, ms.float32)
     for cut in (whole, divided):
@@ -150,7 +145,6 @@ def what_runs_again_computes_in_the_policys_dtype(world):
             equal(g, w, p.name, 1e-3)
 
 
-@case(4)
 def what_is_read_unrecorded_is_recorded_later(world):
     mesh, plain, net = fsdp(), filled(Tied()), replicate(filled(Tied()), mesh=fsdp())
 
@@ -163,12 +157,11 @@ def what_is_read_unrecorded_is_recorded_later(world):
             return (mint.matmul(h, w) ** 2).mean() + seen * 0
         return of
     want = ms.value_and_grad(loss(plain), None, [plain.one.weight])(Tensor(ROWS))
-    rows = md.distribute_tensor(Tensor(ROWS), mesh, [Shard(0)])
+    rows = md.distribute_tensor(Tensor(ROWS), mesh, [S(0)])
     got = md.value_and_grad(loss(net), None, [net.one.weight])(rows)
     equal(got[1][0], want[1][0])
 
 
-@case(4)
 def numbers_are_kept_by_every_rank(world):
     mesh = fsdp()
     for cut in (whole, divided):
@@ -177,21 +170,14 @@ def numbers_are_kept_by_every_rank(world):
         same_step(net, plain, mesh)
 
 
-@case(4)
 def empty_shards_of_bfloat16(world):
-    class Five(nn.Cell):
-        def __init__(self, dtype) -> None:
-            super().__init__()
-            self.v = Parameter(Tensor(np.ones((5, 6), np.float32)).astype(dtype), name="v")
-
-        def construct(self, x):
-            return mint.matmul(x, self.v)
     mesh, rows = fsdp(), Tensor(np.asarray(ROWS))
     want = ms.value_and_grad(lambda x: (mint.matmul(x, Tensor(np.ones((5, 6), np.float32))) ** 2).mean(), 0)(rows)[0]
     for cut in (whole, divided):
         for dtype, policy in ((ms.bfloat16, None), (ms.float32, MixedPrecisionPolicy(ms.bfloat16)),
                               (ms.float32, MixedPrecisionPolicy(ms.bfloat16, ms.float32))):
-            net = cut(Five(dtype), mesh, mp_policy=policy)
+            v = Parameter(Tensor(np.ones((5, 6), np.float32)).astype(dtype), name="v")
+            net = cut(Built(lambda c, x: mint.matmul(x, c.v), v=v), mesh, mp_policy=policy)
             x = mine(mesh).astype(ms.bfloat16)
             value, grads = md.value_and_grad(lambda x, net=net: (net(x).astype(ms.float32) ** 2).mean(), None, [net.v])(x)
             equal(value, want, "value", 2e-2)
@@ -199,7 +185,6 @@ def empty_shards_of_bfloat16(world):
             md.optim.AdamW([net.v])(grads)
 
 
-@case(4)
 def a_unit_of_which_only_some_parameters_are_trained(world):
     """What is upstream of frozen weights gets its gradients, in each model of the process, whichever are trained."""
     mesh = fsdp()
@@ -214,7 +199,6 @@ def a_unit_of_which_only_some_parameters_are_trained(world):
             same_step(net, plain, mesh)
 
 
-@case(4)
 def another_dtype_is_refused(world):
     mesh = fsdp()
     for cut in (whole, divided):
@@ -228,9 +212,8 @@ def another_dtype_is_refused(world):
         same_on_all_ranks(world, text)
 
 
-@case(4)
 def arguments_of_other_kinds(world):
-    mesh, net = fsdp(), Block(5, 6)
+    mesh, net = fsdp(), block(5, 6)
     for what, call in (
             ("'module' does not take", lambda: fully_shard([net, 3], mesh=mesh)),
             ("a Cell whose construct calls the function", lambda: replicate(lambda y: y.sum(), mesh=mesh)),
@@ -240,7 +223,7 @@ def arguments_of_other_kinds(world):
             ("gave 1 for parameter", lambda: fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: 1)),
             ("is no floating-point dtype", lambda: MixedPrecisionPolicy(ms.int32)),
             ("is no floating-point dtype", lambda: MixedPrecisionPolicy(None, "float16")),
-            ("'no' is no bool", lambda: fully_shard(Block(5, 6), mesh=mesh).set_requires_gradient_sync("no"))):
+            ("'no' is no bool", lambda: fully_shard(block(5, 6), mesh=mesh).set_requires_gradient_sync("no"))):
         with counted() as count:
             text = refusal(call, ConfigError)
         assert what in text, (what, text)
@@ -260,7 +243,6 @@ class Scaled(nn.Cell):
         return self.up(DTensor.from_local(scaled, x.device_mesh, x.placements, shape=x.shape) if self.local else scaled)
 
 
-@case(4)
 def a_parameter_left_alone_and_used(world):
     """Plain it is each rank's own: it meets no DTensor, and its gradient is of this rank's rows; else as one device's."""
     mesh, plain = fsdp(), filled(Scaled())
@@ -273,7 +255,7 @@ def a_parameter_left_alone_and_used(world):
         net = cut(filled(Scaled()), mesh)
         text = refusal(lambda net=net, cut=cut: cut(net, mesh), LayoutError)
         assert f"For '{name}', this Scaled was sharded already" in text, text
-    net = whole(filled(Scaled()), mesh, shard_placement_fn=lambda p: Replicate() if p.name == "scale" else None)
+    net = whole(filled(Scaled()), mesh, shard_placement_fn=lambda p: R if p.name == "scale" else None)
     assert same_step(net, plain, mesh)["all_reduce", "backward"] == 1
     net = filled(Scaled(local=True))
     whole(net, mesh, ignored_params=[net.scale])
@@ -284,5 +266,5 @@ def a_parameter_left_alone_and_used(world):
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
         if p is net.scale:
             assert not isinstance(g, DTensor) and not np.allclose(g.asnumpy(), w.asnumpy(), rtol=0.1)
-            g = DTensor.from_local(g, mesh, [Partial()])
+            g = DTensor.from_local(g, mesh, [P])
         equal(g, w, p.name, 2e-5)

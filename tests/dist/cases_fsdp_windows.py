@@ -6,7 +6,6 @@ import numpy as np
 
 from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import memory
-from tests.cases import case
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
 from tests.tiers import sampled
 
@@ -20,7 +19,6 @@ AGAIN = (cases_fully_shard.one_collective_a_unit_and_direction, cases_fully_shar
          cases_fsdp_inside.empty_shards_of_bfloat16)
 
 
-@case(4)
 def in_windows(world):
     """None of these units is large enough by itself."""
     small, memory._SMALL = memory._SMALL, 0
@@ -31,7 +29,6 @@ def in_windows(world):
         memory._SMALL = small
 
 
-@case(4)
 def a_window_goes_with_its_last_array(world):
     backend = comm.group(tuple(range(world.size))).backend
     window = backend.window(1 << 20)

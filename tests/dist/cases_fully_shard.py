@@ -8,21 +8,17 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.nn.utils import no_init_parameters
 
 import ms_dtensor as md
-from ms_dtensor import ColwiseParallel, Shard, fully_shard, init_device_mesh, optim, replicate, value_and_grad
+from ms_dtensor import ColwiseParallel, fully_shard, init_device_mesh, optim, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
-from tests.cases import case
-from tests.dist.support import counted, equal, equal_steps, mesh_2d, of_plain
+from tests.dist.operands import Built, S, mesh_2d
+from tests.dist.support import counted, equal, equal_steps, of_plain
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
 
 
-class Block(nn.Cell):
-    def __init__(self, d: int, h: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm((d,)), nn.Dense(d, h), nn.Dense(h, d)
-
-    def construct(self, x):
-        return x + self.down(mint.tanh(self.up(self.norm(x))))
+def block(d: int, h: int) -> nn.Cell:
+    return Built(lambda c, x: x + c.down(mint.tanh(c.up(c.norm(x)))), norm=nn.LayerNorm((d,)), up=nn.Dense(d, h),
+                 down=nn.Dense(h, d))
 
 
 class Net(nn.Cell):
@@ -32,7 +28,7 @@ class Net(nn.Cell):
         super().__init__()
         self.order = order
         self.inner = nn.Dense(5, 6)
-        self.blocks = nn.CellList([Block(6, 10) for _ in range(3)])
+        self.blocks = nn.CellList([block(6, 10) for _ in range(3)])
         self.head = nn.Dense(6, 3)
 
     def construct(self, x):
@@ -85,7 +81,6 @@ def fsdp(n: int = 4):
 ASKED = ("all_gather_object", "forward")  # the rows of the batch, told at every call
 
 
-@case(4)
 def one_collective_a_unit_and_direction(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -100,7 +95,6 @@ def one_collective_a_unit_and_direction(world):
     assert count == {("all_gather", "forward"): 4, ("reduce_scatter", "backward"): 4}, count
 
 
-@case(4)
 def optimizers_step_on_shards(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -114,14 +108,11 @@ def optimizers_step_on_shards(world):
         got, grads = step(mine(mesh))
         equal(got, wanted, "loss")
         optim.clip_grad_norm_(grads, 0.5)
-        with counted() as count:
+        with counted({}):
             many(grads)
-        assert not count, count
-    for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
-        equal(p, q, p.name)
+    equal(net.trainable_params(), plain.trainable_params())
 
 
-@case(4)
 def the_optimizer_divided(world):
     mesh, plain = fsdp(), filled(Net())
     net = replicate(filled(Net()), mesh=mesh, zero1=True)
@@ -135,11 +126,9 @@ def the_optimizer_divided(world):
         assert state["exp_avg"].layout is p.layout and state["exp_avg"].local_shape == p.local_shape, (p, state)
     one(ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1])
     many(value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1])
-    for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
-        equal(p, q, p.name)
+    equal(net.trainable_params(), plain.trainable_params())
 
 
-@case(4)
 def copies_over_one_axis_and_cuts_over_the_other(world):
     mesh, plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -150,7 +139,6 @@ def copies_over_one_axis_and_cuts_over_the_other(world):
                      ("all_reduce", "backward"): 4}, count
 
 
-@case(4)
 def after_tensor_parallel_styles(world):
     mesh, plain = mesh_2d(), filled(Net())
     net = filled(Net())
@@ -164,15 +152,14 @@ def after_tensor_parallel_styles(world):
     assert count["reduce_scatter", "backward"] == 4 and count["all_gather", "backward"] == 3, count
 
 
-@case(4)
 def with_sequence_parallel_norms(world):
     from ms_dtensor import SequenceParallel
     mesh, plain = mesh_2d(), filled(Net())
     net = filled(Net())
     md.parallelize_module(net, mesh["tp"], {
         "blocks.*.norm": SequenceParallel(sequence_dim=1),
-        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        "blocks.*.down": md.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)})
+        "blocks.*.up": ColwiseParallel(input_layouts=S(1), use_local_output=False),
+        "blocks.*.down": md.RowwiseParallel(output_layouts=S(1), use_local_output=False)})
     cut_up(net, mesh["dp"])
     rows = np.random.default_rng(1).normal(size=(8, 4, 5)).astype(np.float32)
     want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))
@@ -180,40 +167,28 @@ def with_sequence_parallel_norms(world):
     equal_steps(got, want, net.trainable_params())
 
 
-class Weights(nn.Cell):
+def product() -> nn.Cell:
     """A product, whose gradient can be differentiated again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Parameter(Tensor(np.zeros((5, 6), np.float32)), name="a")
-
-    def construct(self, x):
-        return mint.matmul(x, self.a)
+    return filled(Built(lambda c, x: mint.matmul(x, c.a), a=Parameter(Tensor(np.zeros((5, 6), np.float32)), name="a")))
 
 
-@case(4)
 def parameters_in_two_places(world):
-    class Shared(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.block, self.two = nn.Dense(5, 5), Block(5, 7), nn.Dense(5, 5)
-            self.two.weight = self.one.weight
-
-        def construct(self, x):
-            return self.two(self.block(self.one(x)))
-    mesh, plain, net = fsdp(), filled(Shared()), filled(Shared())
+    def shared():
+        net = Built(lambda c, x: c.two(c.block(c.one(x))), one=nn.Dense(5, 5), block=block(5, 7), two=nn.Dense(5, 5))
+        net.two.weight = net.one.weight
+        return filled(net)
+    mesh, plain, net = fsdp(), shared(), shared()
     fully_shard(net.block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     assert net.one.weight is net.two.weight
     same_step(net, plain, mesh)
-    across = filled(Shared())  # the tie leaves one unit
+    across = shared()  # the tie leaves one unit
     fully_shard(across.one, mesh=mesh)
     fully_shard(across, mesh=mesh)
     assert across.one.weight is across.two.weight
     same_step(across, plain, mesh)
 
 
-@case(4)
 def frozen_then_trained(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -228,27 +203,18 @@ def frozen_then_trained(world):
     equal(only[0], want[0])
 
 
-@case(4)
 def low_rank_updates_of_frozen_weights(world):
-    class Adapted(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.a, self.b = nn.Dense(6, 6), nn.Dense(6, 2, has_bias=False), nn.Dense(2, 6, has_bias=False)
-            for p in self.base.get_parameters():
-                p.requires_grad = False
-
-        def construct(self, x):
-            return self.base(x) + self.b(self.a(x))
-
     def make():
         net = Net()
-        net.blocks[1] = Adapted()
+        net.blocks[1] = Built(lambda c, x: c.base(x) + c.b(c.a(x)), base=nn.Dense(6, 6), a=nn.Dense(6, 2, has_bias=False),
+                             b=nn.Dense(2, 6, has_bias=False))
+        for p in net.blocks[1].base.get_parameters():
+            p.requires_grad = False
         return filled(net)
     mesh = fsdp()
     same_step(cut_up(make(), mesh), make(), mesh)
 
 
-@case(4)
 def gradients_gathered_up_without_communication(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -268,7 +234,6 @@ def gradients_gathered_up_without_communication(world):
     same_step(net, plain, mesh)  # nothing is left over
 
 
-@case(4)
 def blocks_run_again_in_the_backward(world):
     for when in ("before", "after"):
         mesh, plain = fsdp(), filled(Net())
@@ -286,7 +251,6 @@ def blocks_run_again_in_the_backward(world):
                              ("reduce_scatter", "backward"): 4}, (when, count)
 
 
-@case(4)
 def cells_called_twice_in_another_order_or_not_at_all(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -295,7 +259,6 @@ def cells_called_twice_in_another_order_or_not_at_all(world):
         same_step(net, plain, mesh)
 
 
-@case(4)
 def a_step_that_raises_leaves_nothing_behind(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -316,7 +279,6 @@ def a_step_that_raises_leaves_nothing_behind(world):
         same_step(net, plain, mesh)
 
 
-@case(4)
 def without_gradients_all_is_given_back(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -340,26 +302,19 @@ def without_gradients_all_is_given_back(world):
     same_step(net, plain, mesh)
 
 
-@case(4)
 def other_dims_and_parameters_left_alone(world):
     mesh, plain, net = fsdp(), filled(Net()), filled(Net())
     replicate(net.head, mesh=mesh)
     left = net.head.weight
-    cut_up(net, mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1), ignored_params=net.head.trainable_params())
+    cut_up(net, mesh, shard_placement_fn=lambda p: S(p.ndim - 1), ignored_params=net.head.trainable_params())
     assert "f32[10, 6@dp]" in repr(net.blocks[0].up.weight) and net.head.weight is left
     same_step(net, plain, mesh)
 
 
-class Scalar(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Parameter(Tensor(2.0, ms.float32), name="scale")
-
-    def construct(self, x):
-        return x * self.scale
+def scalar() -> nn.Cell:
+    return filled(Built(lambda c, x: x * c.scale, scale=Parameter(Tensor(2.0, ms.float32), name="scale")))
 
 
-@case(4)
 def a_model_that_never_was_whole(world):
     def make(mesh):
         np.random.seed(11)
@@ -376,7 +331,6 @@ def a_model_that_never_was_whole(world):
     same_step(net, plain, fsdp())
 
 
-@case(4)
 def outputs_in_tuples_lists_and_dicts(world):
     class Many(nn.Cell):
         def __init__(self) -> None:
@@ -401,7 +355,6 @@ def outputs_in_tuples_lists_and_dicts(world):
     same_step(net, plain, mesh)
 
 
-@case(4)
 def a_way_around_the_outputs(world):
     class Hidden(nn.Cell):
         def __init__(self) -> None:
@@ -429,7 +382,6 @@ def a_way_around_the_outputs(world):
     same_step(net, plain, mesh)
 
 
-@case(4)
 def hooks_see_reduced_gradients(world):
     mesh, plain = fsdp(), filled(Net())
     net = cut_up(filled(Net()), mesh)
@@ -437,10 +389,9 @@ def hooks_see_reduced_gradients(world):
     for n in (net, plain):
         n.blocks[0].up.weight.register_hook(lambda g: seen.append(g) or g * 3)
     same_step(net, plain, mesh)
-    assert seen[0].shape == seen[1].shape and seen[1].placements == (Shard(0),) or seen[0].placements == (Shard(0),), seen
+    assert seen[0].shape == seen[1].shape and seen[1].placements == (S(0),) or seen[0].placements == (S(0),), seen
 
 
-@case(4)
 def refusals(world):
     mesh = fsdp()
     net = cut_up(filled(Net()), mesh)
@@ -452,7 +403,7 @@ def refusals(world):
             (LayoutError, "was sharded already", lambda: fully_shard(net, mesh=mesh)),
             (LayoutError, "laid out over 'dp' already", lambda: fully_shard(cut, mesh=two["dp"])),
             (LayoutError, "laid out over 'dp' already", lambda: replicate(net.head, mesh=mesh)),
-            (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(2))),
+            (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: S(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
             (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),
             (ConfigError, "a number that divides the 4 ranks",
@@ -465,7 +416,7 @@ def refusals(world):
             except kind as e:
                 assert what in str(e), e
         assert not count, (what, count)
-    w = filled(Weights())
+    w = product()
     fully_shard(w, mesh=mesh)
     try:
         value_and_grad(lambda x: (value_and_grad(loss_of(w), None, [w.a])(x)[1][0] ** 2).sum())(mine(mesh))

@@ -10,17 +10,15 @@ from mindspore import Tensor, mint, nn
 
 import ms_dtensor
 import ms_dtensor as md
-from ms_dtensor import FusedColwiseParallel, FusedShard, Replicate, Shard, distribute_tensor, replicate, value_and_grad
+from ms_dtensor import FusedColwiseParallel, FusedShard, distribute_tensor, replicate, value_and_grad
 from tests.cases import case
 from tests.dist.cases_plans import Attention
 from tests.dist.cases_styles import fill
-from tests.dist.support import array, counted, data, equal, mesh_2d
+from tests.dist.operands import R, S, data, mesh_2d
+from tests.dist.support import array, counted, equal
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
 
-
-@case(world_size=4)
 def fused_weights_are_in_the_models_order_for_every_reader(world):
     mesh, x = mesh_2d(), data(3, 8, 10)
     plain, net = fill(Attention()), fill(Attention())
@@ -40,8 +38,7 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
         equal(distribute_tensor(Tensor(one), mesh, how).redistribute(placements=w.placements), one, str(how))
     equal(w.sum(0), one.sum(0), "sum")
     equal(mint.cumsum(w, 0), one.cumsum(0), "cumsum")
-    for got, want in zip(mint.max(w, 0), (one.max(0), one.argmax(0)), strict=True):
-        equal(got, want, "max")
+    equal(mint.max(w, 0), (one.max(0), one.argmax(0)), "max")
     equal(mint.argmax(w, 0), one.argmax(0), "argmax")
     equal(w.reshape((4, 12, 10)), one.reshape(4, 12, 10), "reshape")
     equal(mint.nn.functional.embedding(distribute_tensor(Tensor([46, 3, 25]), mesh), w), one[[46, 3, 25]], "lookup")
@@ -52,9 +49,9 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
     equal(w, new * 2, "from another layout")
     plain.qkv_proj.weight.set_data(new * 2)
     equal(net(distribute_tensor(x, mesh, {"dp": S(0)})), plain(x), "after set_data")
-    with counted() as count:
+    with counted({}):
         w[20:30] = 0  # rows of q and of k, which no rank holds as a run
-    assert not count and w.placements[-1] == FusedShard(0, (24, 12, 12)), count
+    assert w.placements[-1] == FusedShard(0, (24, 12, 12))
     equal(w, np.where((np.arange(48) // 10 == 2)[:, None], 0, new * 2), "rows")
     w.zero_()
     equal(w, np.zeros_like(one), "zeros")
@@ -141,7 +138,6 @@ WRITES = {
 }
 
 
-@case(world_size=4)
 def writes_into_a_fused_shard_are_those_of_one_device(world):
     """Each rank writes what it has of the rows, which are no run; of a value that is whole or cut as they are nothing moves."""
     mesh, x = mesh_2d(), data(10, 12, 5)
@@ -166,13 +162,11 @@ def writes_into_a_fused_shard_are_those_of_one_device(world):
                 equal(a, b, f"{name} {how} gradient of the {what}", rtol=1e-4)
         if shape == (12, 5):  # a value that lies as the target does
             t, v = (distribute_tensor(a, mesh, [R, FusedShard(0, (6, 2, 4))]) for a in (x, values))
-            with counted() as count:
+            with counted({}):
                 t[:] = v
-            assert not count
             equal(t, values.asnumpy(), name)
 
 
-@case(world_size=4)
 def new_values_of_a_fused_shard_are_those_of_one_device(world):
     mesh, how = mesh_2d(), [R, FusedShard(0, (6, 2, 4))]
     values = []
@@ -198,7 +192,6 @@ def new_values_of_a_fused_shard_are_those_of_one_device(world):
     assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
 
 
-@case(world_size=4)
 def a_model_cuts_its_fused_output_into_heads_itself(world):
     """`qkv.reshape(b, n, 3, heads, dim)`, split and chunk of unlike parts: forward and backward, nothing moves."""
     mesh, x = mesh_2d(), data(4, 4, 3, 10)
@@ -219,9 +212,9 @@ def a_model_cuts_its_fused_output_into_heads_itself(world):
             FusedColwiseParallel(parts, units=units, use_local_output=False, split_output=False).apply(net, mesh["tp"])
             replicate(net, mesh=mesh["dp"])
             t = distribute_tensor(x, mesh, {"dp": S(0)})
-            with counted() as count:
+            with counted({}):
                 local = scalar(net, t)
-            assert not count and cut(net(t))[1].to_local().shape[-1] == (2 if cut is heads else parts[1] // 2), (parts, count)
+            assert cut(net(t))[1].to_local().shape[-1] == (2 if cut is heads else parts[1] // 2), parts
             equal(local, want[0], f"{parts}")
             with counted() as count:
                 loss, (dx, grads) = value_and_grad(lambda t: scalar(net, t), 0, net.trainable_params())(t)

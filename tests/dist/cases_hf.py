@@ -9,17 +9,16 @@ import ml_dtypes
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from ms_dtensor import DTensor, FusedShard, Layout, Partial, Replicate, Shard, comm
+from ms_dtensor import DTensor, FusedShard, Layout, comm
 from ms_dtensor.checkpoint import hf, load_hf, save_hf
 from ms_dtensor.checkpoint.folder import claimed
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, put, write_safetensors
 from ms_dtensor.checkpoint.weights import Weights
 from ms_dtensor.dispatch.operands import wrap
 from ms_dtensor.errors import CheckpointError
-from tests.cases import case
-from tests.dist.support import counted, mesh_1d, mesh_2d
+from tests.dist.operands import P, R, S, mesh_1d, mesh_2d
+from tests.dist.support import counted
 
-R, S = Replicate(), Shard
 NAMES = {"experts": "model.experts.*.weight", "*": "model.*.weight"}
 
 
@@ -69,7 +68,6 @@ def folder(world, name: str) -> str:
     return comm.group(range(world.size)).broadcast_object(os.path.join(os.getcwd(), f"hf_{name}"), 0)
 
 
-@case(world_size=4)
 def weights_of_any_layout_come_in_and_go_out(world):
     root, want = folder(world, "layouts"), written()
     if world.rank == 0:
@@ -91,7 +89,6 @@ def weights_of_any_layout_come_in_and_go_out(world):
         assert saved.tensors[name].dtype == array.dtype.name and saved.read(name).tobytes() == array.tobytes(), name
 
 
-@case(world_size=4)
 def what_fails_on_one_rank_is_raised_on_all(world):
     root, net = folder(world, "failures"), module()
     write, read = hf.write_safetensors, SafetensorsFile.read
@@ -125,7 +122,7 @@ def what_fails_on_one_rank_is_raised_on_all(world):
     _raises("has weights already", "", lambda: save_hf(net, root, NAMES))
     _raises("missing: more", "", lambda: load_hf(net, root, {"plain": "more", **NAMES}))
     summand = nn.Cell()
-    summand.insert_param_to_cell("w", Parameter(DTensor.from_local(Tensor(np.ones(2, np.float32)), mesh_1d(), [Partial()]),
+    summand.insert_param_to_cell("w", Parameter(DTensor.from_local(Tensor(np.ones(2, np.float32)), mesh_1d(), [P]),
                                                 name="w"))
     _raises("is Partial", "", lambda: save_hf(summand, f"{root}/more"))
 

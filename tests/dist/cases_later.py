@@ -9,26 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_dtensor import DTensor, Partial, Replicate, Shard, SkipDTensorDispatch, comm, distribute_tensor, value_and_grad
+from ms_dtensor import DTensor, SkipDTensorDispatch, comm, value_and_grad
 from ms_dtensor.tensor.dtensor import AsyncDTensor
-from tests.cases import case
-from tests.dist.support import data, equal, mesh_1d, mesh_2d
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import equal
 from tests.msrun import REPORTS
-
-R, P, S = Replicate(), Partial(), Shard
 
 
 def pending(x, placements):
     return x.redistribute(placements=placements, async_op=True)
 
 
-@case(world_size=4)
 def values_gradients_and_counts_are_those_of_the_plain_call(world):
     mesh, x, weight = mesh_2d(), data(1, 5, 6), data(2, 5, 6)
     options = [R, S(0), S(1)]
     for src, dst in itertools.product(itertools.product(options, repeat=2), repeat=2):
-        dx = distribute_tensor(x, mesh, src, src_data_rank=None)
-        dw = distribute_tensor(weight, mesh, dst, src_data_rank=None)
+        dx = placed(x, mesh, *src)
+        dw = placed(weight, mesh, *dst)
         with comm.record() as plain:
             dx.redistribute(placements=dst)
         with comm.record() as later:
@@ -39,7 +36,6 @@ def values_gradients_and_counts_are_those_of_the_plain_call(world):
         equal(grad, weight, f"{src}->{dst} gradient")
 
 
-@case(world_size=4)
 def the_call_returns_before_the_others_have_come(world):
     mesh = mesh_1d()
     x = DTensor.from_local(data(3 + world.rank, 300, 200), mesh, [P])
@@ -62,7 +58,6 @@ def the_call_returns_before_the_others_have_come(world):
         assert type(y) is DTensor, what
 
 
-@case(world_size=4)
 def calls_keep_their_order(world):
     mesh = mesh_1d()
     xs = [DTensor.from_local(data(9 + world.rank + k, 64, 4 << k), mesh, [P]) for k in range(6)]
@@ -77,9 +72,8 @@ def calls_keep_their_order(world):
     equal(local, now)
 
 
-@case(world_size=4)
 def moves_without_communication_are_done_at_once(world):
     mesh = mesh_1d()
-    whole = distribute_tensor(data(5, 8, 8), mesh, [R], src_data_rank=None)
+    whole = placed(data(5, 8, 8), mesh, R)
     assert type(pending(whole, [S(0)])) is DTensor
     assert pending(whole, [R]) is whole

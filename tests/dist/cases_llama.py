@@ -22,8 +22,9 @@ from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import Shard, value_and_grad
+from ms_dtensor import value_and_grad
 from tests.cases import case
+from tests.dist.operands import S
 from tests.dist.support import array, each_once, equal, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -71,8 +72,7 @@ def is_one_devices(loss_of, net, mesh, batch, of_one, what):
     want, wanted = of_one
     got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(*(own_rows(v, mesh) for v in batch))
     equal(got, want, f"{what} loss")
-    for p, g, w in zip(net.trainable_params(), grads, wanted, strict=True):
-        equal(g, w, f"{what} {p.name}", rtol=1e-4)
+    equal(grads, wanted, what, 1e-4)
 
 
 @case(world_size=4, timeout=120)
@@ -107,7 +107,7 @@ def mixtures_of_experts_train_as_on_one_device(world):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             if layout == "dp x tp":
-                assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == Shard(2)
+                assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == S(2)
             is_one_devices(loss_of, net, mesh, (x, y), of_one[shift], f"{name} {layout}")
 
 
@@ -202,8 +202,7 @@ def packed_documents_know_nothing_of_each_other(world):
         loss = lambda x, p, m=net, w=mine: (m(x, p) * w.reshape(48, 37)).sum()  # noqa: E731
         got, grads = value_and_grad(loss, None, net.trainable_params())(own_rows(ids, mesh), own_rows(where, mesh))
         equal(got, want, f"{layout} loss", rtol=1e-4)
-        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+        equal(grads, wanted, str(layout), 1e-4)
 
 
 def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndarray:
@@ -259,8 +258,7 @@ def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
         a, b = own_rows(x, mesh), own_rows(y, mesh)
         got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
         equal(got, want, f"{layout} loss")
-        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+        equal(grads, wanted, str(layout), 1e-4)
         lora.merge(net)
         with lora.without_adapters(net):
             assert not lora.adapted(net)[0][1]._cells

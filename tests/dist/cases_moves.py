@@ -8,17 +8,14 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, Layout, comm, value_and_grad
 from ms_dtensor.errors import MeshError, RedistributeError
 from ms_dtensor.redistribute.plan import plan
-from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import counted, equal, same_on_all_ranks
 from tests.tiers import sampled
 
-R, P, S = Replicate(), Partial(), Shard
 
-
-@case(world_size=4)
 def bytes_sent_are_the_lower_bound_of_each_single_move(world):
     engine = comm.get_backend()._engine
     moves = set()
@@ -42,7 +39,6 @@ def bytes_sent_are_the_lower_bound_of_each_single_move(world):
     assert {axes for kind, axes in moves if kind != "cut"} == {1, 2}, "flattened axes too"
 
 
-@case(world_size=4)
 def tensors_move_between_meshes(world):
     """The same ranks in another shape or order, ranks in common, and none; values, gradients, one exchange each."""
     meshes = {"grid": mesh_2d(), "line": mesh_1d(), "turned": DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("x", "y")),
@@ -53,8 +49,8 @@ def tensors_move_between_meshes(world):
     for shift, ((an, a), (bn, b)) in enumerate(itertools.permutations(meshes.items(), 2)):
         for src, dst in sampled(itertools.product((R, S(0), S(1)), repeat=2), 4, shift):
             what = f"{an} {src} -> {bn} {dst}"
-            dx = distribute_tensor(x, a, [src] * a.ndim, src_data_rank=None)
-            dw = distribute_tensor(weight, b, [dst] * b.ndim, src_data_rank=None)
+            dx = placed(x, a, *[src] * a.ndim)
+            dw = placed(weight, b, *[dst] * b.ndim)
             before = engine.sent
             moved = dx.redistribute(b, [dst] * b.ndim)
             sent = engine.sent - before
@@ -68,7 +64,6 @@ def tensors_move_between_meshes(world):
                 equal(grad.to_local(), weight.asnumpy()[tuple(slice(lo, hi) for lo, hi in dx.layout.local_box())], what)
 
 
-@case(world_size=4)
 def partial_tensors_move_to_other_meshes(world):
     """Reduced where they are, then moved; ranks outside a mesh call along and hold nothing."""
     meshes = [mesh_1d(), DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",)), DeviceMesh("cpu", [3, 2], mesh_dim_names=("b",)),
@@ -85,7 +80,6 @@ def partial_tensors_move_to_other_meshes(world):
             x.redistribute(a, [dst])
 
 
-@case(world_size=4)
 def moves_between_blocks_are_refused_alike(world):
     """A sub-mesh is another set of ranks on each rank: no two ranks would plan the same exchange."""
     grid, block, x = mesh_2d(), md.init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
@@ -94,23 +88,22 @@ def moves_between_blocks_are_refused_alike(world):
     for a, b in itertools.permutations((*blocks, grid, twin), 2):
         if not any(a is m or b is m for m in blocks):
             continue
-        dx = distribute_tensor(x, a, [S(0), R][:a.ndim], src_data_rank=None)
-        with counted() as count:
+        dx = placed(x, a, *[S(0), R][:a.ndim])
+        with counted({}):
             try:
                 dx.redistribute(b, [S(1), R][:b.ndim])
                 text = "moved"
             except RedistributeError as e:
                 text = str(e)
-        assert not count and "another set of ranks" in text, (a, b, text, count)
+        assert "another set of ranks" in text, (a, b, text)
         same_on_all_ranks(world, text)
     whole = grid["dp", "tp"].flatten("all")  # a sub-mesh of all ranks is one mesh
-    equal(distribute_tensor(x, whole, [S(0)], src_data_rank=None).redistribute(grid, [S(1), S(0)]), x)
-    last = distribute_tensor(x, twin, [S(0)], src_data_rank=None).redistribute(DeviceMesh("cpu", [0, 1]), [S(1)])
+    equal(placed(x, whole, S(0)).redistribute(grid, [S(1), S(0)]), x)
+    last = placed(x, twin, S(0)).redistribute(DeviceMesh("cpu", [0, 1]), [S(1)])
     if world.rank < 2:
         equal(last, x)
 
 
-@case(world_size=4)
 def a_mesh_is_made_from_groups_one_per_axis(world):
     for ranks, names in (([[0, 1], [2, 3]], ("dp", "tp")), ([[3, 0], [1, 2]], ("x", "y")), ([[[2], [0]], [[1], [3]]], "abc")):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names))
@@ -125,35 +118,32 @@ def a_mesh_is_made_from_groups_one_per_axis(world):
         assert "'mesh'" in str(e)
 
 
-@case(world_size=4)
 def a_cut_shares_nothing_with_the_replica(world):
     mesh = mesh_2d()
     for shape in ((1,), (1, 3), (3, 1), (4, 3)):
         for src, dst in itertools.product(itertools.product((R, S(0)), repeat=2), itertools.product((R, S(0)), repeat=2)):
-            x = distribute_tensor(data(3, *shape), mesh, src, src_data_rank=None)
+            x = placed(data(3, *shape), mesh, *src)
             if (y := x.redistribute(placements=dst)) is not x:
                 y[:] = 9.0
                 equal(x, data(3, *shape), f"{shape} {src} -> {dst}")
 
 
-@case(world_size=4)
 def strided_indices_of_nothing_have_gradients(world):
     mesh, index = mesh_1d(), (slice(None), slice(0, 3, 2))
     none = (slice(1, 1, 2),)
     for shape, at in (((0, 3), index), ((3, 4), none), ((0, 3), none), ((3, 0), (slice(0, 3, 2),))):
         for placement in (R, S(0), S(1)):
-            x = distribute_tensor(data(4, *shape), mesh, [placement], src_data_rank=None)
+            x = placed(data(4, *shape), mesh, placement)
             value, grad = value_and_grad(lambda t, at=at: (t[at] * t[at]).sum() + (t * t).sum())(x)
             equal(grad, 2 * data(4, *shape).asnumpy(), f"{shape} {at}")
             equal(x[at], data(4, *shape).asnumpy()[at], f"{shape} {at}")
 
 
-@case(world_size=4)
 def cumulative_sums_of_nothing_end_no_process(world):
     mesh = mesh_1d()
     for shape, d in itertools.product(((1, 0), (0, 1), (3, 0)), (0, 1)):
         for placement, fn in sampled(itertools.product((R, S(0), S(1)), (Tensor.cumsum, mint.cumsum, ops.cumsum)), 2, d):
-            x = distribute_tensor(data(5, *shape), mesh, [placement], src_data_rank=None)
+            x = placed(data(5, *shape), mesh, placement)
             value, grad = value_and_grad(lambda t, fn=fn, d=d: fn(t, d).sum() + (t * t).sum())(x)
             equal(value, np.zeros(()), f"{shape} {d} {fn}")
             assert grad.shape == shape and fn(x, d).shape == shape, (grad, shape)

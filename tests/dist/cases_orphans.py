@@ -5,11 +5,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import mint
 
-from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from tests.cases import case
-from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d
-
-R, S, P = Replicate(), Shard, Partial()
+from ms_dtensor import DTensor
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import check_against_one_device, counted, equal
 
 
 def whole(x):
@@ -17,7 +15,6 @@ def whole(x):
     return x.reduce_partial() if isinstance(x, DTensor) else x
 
 
-@case(world_size=4)
 def lora_under_row_parallel_weights_is_one_all_reduce(world):
     """x W^T + (x A^T) B^T: what A gives is a summand, and so is what B makes of it."""
     x, w, a, b = data(1, 6, 8), data(2, 5, 8), data(3, 3, 8), data(4, 5, 3)
@@ -29,14 +26,13 @@ def lora_under_row_parallel_weights_is_one_all_reduce(world):
         layouts = [[*extra, S(1)], [*rest, S(1)], [*rest, S(1)], [*rest, R]]
         count = check_against_one_device(lora, [x, w, a, b], layouts, mesh, f"lora on {mesh}")
         assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
-    inputs = [distribute_tensor(v, mesh, p, src_data_rank=None) for v, p in zip((x, w, a, b), layouts, strict=True)]
-    with counted() as count:
+    inputs = [placed(v, mesh, *p) for v, p in zip((x, w, a, b), layouts, strict=True)]
+    with counted({}):
         mid = mint.matmul(inputs[0], inputs[2].t())
         out = mint.matmul(mid, inputs[3].t())
-    assert mid.placements == out.placements == (S(0), P) and not count
+    assert mid.placements == out.placements == (S(0), P)
 
 
-@case(world_size=4)
 def a_chain_of_products_keeps_the_summand(world):
     x, ws = data(1, 4, 8), [data(2, 8, 8), data(3, 8, 6), data(4, 6, 5)]
 
@@ -49,16 +45,15 @@ def a_chain_of_products_keeps_the_summand(world):
     assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
     mesh = mesh_1d()
     p = DTensor.from_local(x, mesh, [P])  # every rank's summand is x
-    with counted() as count:
-        out = mint.matmul(mint.matmul(p, distribute_tensor(ws[0], mesh, [R], src_data_rank=None)),
-                          distribute_tensor(ws[1], mesh, [R], src_data_rank=None))
-    assert out.placements == (P,) and not count
+    with counted({}):
+        out = mint.matmul(mint.matmul(p, placed(ws[0], mesh, R)),
+                          placed(ws[1], mesh, R))
+    assert out.placements == (P,)
     equal(out, 4 * mint.matmul(mint.matmul(x, ws[0]), ws[1]))
     both = DTensor.from_local(x.t(), mesh, [P])
     equal(mint.matmul(p, both), 16 * mint.matmul(x, x.t()))  # not the sum of the summands' products, 4 of them
 
 
-@case(world_size=4)
 def losses_of_micro_steps_add_up(world):
     """At every step the sum is a DTensor of the same layout, and its gradient is that of the sum."""
     xs, w = [data(i, 8, 6) for i in range(5)], data(9, 6, 4)
@@ -73,7 +68,7 @@ def losses_of_micro_steps_add_up(world):
         return loss / len(xs)
     for mesh, x_lies, w_lies in ((mesh_1d(), [R], [S(1)]), (mesh_1d(), [S(0)], [R]), (mesh_2d(), [S(0), R], [R, S(1)])):
         check_against_one_device(total, [w, *xs], [w_lies, *[x_lies] * 5], mesh, str(x_lies))
-        parts = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in ((w, w_lies), *((x, x_lies) for x in xs))]
+        parts = [placed(t, mesh, *p) for t, p in ((w, w_lies), *((x, x_lies) for x in xs))]
         with counted() as five:
             ms.value_and_grad(total)(*parts)
         with counted() as one:

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Replicate, Shard, distribute_tensor, fully_shard, parallelize_module, replicate
+from ms_dtensor import DTensor, distribute_tensor, fully_shard, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.parallel import (
     ColwiseParallel,
@@ -24,10 +24,9 @@ from ms_dtensor.parallel import (
 from ms_dtensor.parallel.late import Debt, Late
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
+from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
+from tests.dist.support import array, counted, equal, refusal
 from tests.tiers import sampled
-
-S = Shard
 
 
 class Gated(nn.Cell):
@@ -84,7 +83,6 @@ def pieces_are_as_the_whole_and_one_collective_each(world):
             assert count["all_reduce", "backward"] == 2 * bias, ("of the row-wise biases; the loss stays a sum", count)
 
 
-@case(world_size=4)
 def beside_data_parallelism_and_where_rows_are_uneven(world):
     mesh = mesh_2d()
     for wrap, n in ((replicate, 16), (fully_shard, 16), (replicate, 10)):
@@ -124,7 +122,6 @@ def owing(net, mesh, later: bool):
     return parallelize_module(net, mesh, {"": OverlappedGradients()}) if later else net
 
 
-@case(world_size=4)
 def gradients_of_weights_wait_for_the_next_communication(world):
     """The same bits and collectives; of six functions all but the first's gradients are paid by who sends next."""
     mesh = mesh_2d()
@@ -165,13 +162,12 @@ def gradients_of_weights_wait_for_the_next_communication(world):
                 equal(a, b, f"{wrap.__name__} {again} {i}")
 
 
-@case(world_size=4)
 def other_layouts_than_the_styles_and_bfloat16(world):
     """At 16 bits the values of a gather at the door; what lies otherwise is brought there."""
     mesh, policy = mesh_2d(), MixedPrecisionPolicy(param_dtype=ms.bfloat16)
     x, made = distribute_tensor(data(1, 16, 6), mesh, [S(0), S(0)]), []
     at_the_door = fill(Gated())
-    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=Replicate()).apply(at_the_door, mesh["tp"])
+    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R).apply(at_the_door, mesh["tp"])
     parallelize_module(at_the_door, mesh["tp"], {
         "up": ColwiseParallel(use_local_output=False), "gate": ColwiseParallel(use_local_output=False),
         **dict.fromkeys(("down", "side"), RowwiseParallel(output_layouts=S(0), use_local_output=False))})
@@ -180,7 +176,7 @@ def other_layouts_than_the_styles_and_bfloat16(world):
     for i, (a, b) in enumerate(zip(*made, strict=True)):
         equal(a, b, f"bfloat16 {i}", 3e-2)
     net = overlapped(fill(Gated()), mesh["tp"], 4, 0)
-    whole = distribute_tensor(data(1, 16, 6), mesh["tp"], [Replicate()])
+    whole = distribute_tensor(data(1, 16, 6), mesh["tp"], [R])
     equal(net(whole), fill(Gated())(data(1, 16, 6)), "placed as the style says")
 
 
@@ -193,5 +189,5 @@ def overlap_refuses_what_it_cannot_compute(world):
                          (OverlappedColwise("up", pieces=True), "'pieces' is True")):
         assert words in refusal(lambda style=style: style.apply(net, mesh), ConfigError), words
     alone = parallelize_module(Gated(), mesh, {"": OverlappedGradients()})
-    x = distribute_tensor(data(1, 16, 6), mesh, [Replicate()])
+    x = distribute_tensor(data(1, 16, 6), mesh, [R])
     assert "no cell of Gated has an overlapped style" in refusal(lambda: alone(x), ConfigError)

@@ -10,12 +10,13 @@ from mindspore.mint.distributed import all_reduce, reduce_scatter_tensor
 from mindspore.ops import communication as returning
 
 import ms_dtensor as md
-from ms_dtensor import Shard, comm, distribute_tensor
+from ms_dtensor import comm, distribute_tensor
 from ms_dtensor.comm.world import named_group
 from ms_dtensor.errors import CollectiveMismatch, CommError
 from tests.cases import case
 from tests.comm import contract
-from tests.dist.support import counted, data, equal, mesh_2d, refusal, same_on_all_ranks
+from tests.dist.operands import S, data, mesh_2d
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 dist = captured.distributed
 
@@ -202,7 +203,7 @@ def groups_are_known_by_name_and_errors_are_alike(world):
         handles[1].wait()
         handles[0].wait()
         equal(z, data(left, 4))
-        dx = distribute_tensor(data(1, 4), mesh, [Shard(0), Shard(0)])
+        dx = distribute_tensor(data(1, 4), mesh, [S(0), S(0)])
         wide = Tensor(np.zeros(9, np.float32))
         for call, error, words in (
                 (lambda: all_reduce(dx), CommError, "a DTensor was given"),

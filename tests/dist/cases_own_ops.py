@@ -8,12 +8,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from ms_dtensor import DFunction, DTensor, Partial, Replicate, Shard, distribute_tensor, grad, local_map, register_rule
+from ms_dtensor import DFunction, DTensor, distribute_tensor, grad, local_map, register_rule
 from ms_dtensor.errors import LayoutError, MixedOperandError
-from tests.cases import case
-from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, refusal, same_on_all_ranks
-
-R, P, S = Replicate(), Partial(), Shard
+from tests.dist.operands import P, R, S, data, mesh_1d
+from tests.dist.support import check_against_one_device, counted, equal, refusal, same_on_all_ranks
 
 
 class WeightedSum(DFunction):
@@ -36,7 +34,6 @@ class WeightedSum(DFunction):
         return ((grad * ops.ones_like(a), 2 * grad * ops.ones_like(b)),)
 
 
-@case(world_size=4)
 def tensors_in_lists_are_laid_out_moved_and_wrapped(world):
     mesh = mesh_1d()
     x, y, w = data(1, 8, 3), data(2, 7, 2), data(3, 8, 3)
@@ -59,7 +56,6 @@ def tensors_in_lists_are_laid_out_moved_and_wrapped(world):
     equal(cut([da, dw]), x.asnumpy().T @ w.asnumpy(), "each by its own")
 
 
-@case(world_size=4)
 def nests_that_cannot_be_laid_out_are_refused_before_anything_moves(world):
     mesh = mesh_1d()
     x = distribute_tensor(data(1, 8, 3), mesh, [S(1)])
@@ -72,9 +68,9 @@ def nests_that_cannot_be_laid_out_are_refused_before_anything_moves(world):
                 (LayoutError, "1 entries for the 2 members of argument 0", lambda: local_map(
                     first, [S(0)], (([S(1)],),))([x, x])),
                 (MixedOperandError, "in a dict", lambda: own_sum({"x": x}, x))):
-            with counted() as count:
+            with counted({}):
                 told = refusal(call, kind)
-            assert text in told and not count, (told, count)
+            assert text in told, told
             same_on_all_ranks(world, told)
 
 
@@ -100,7 +96,6 @@ class TwiceAgain(Twice):
     second_order = True
 
 
-@case(world_size=4)
 def one_tensor_as_two_results_has_two_gradients(world):
     x = data(1, 5, 3)
     dx = distribute_tensor(x, mesh_1d(), [S(0)])
@@ -136,7 +131,6 @@ class Product(DFunction):
         return g @ b.T, a.T @ g
 
 
-@case(world_size=4)
 def empty_shards_of_own_functions_make_the_nodes_of_the_others(world):
     mesh = mesh_1d()
     a, b = data(1, 7, 5), data(2, 5, 3)  # 2, 2, 1 and 0 columns
@@ -174,7 +168,6 @@ class Asks(DFunction):
         return (g * 2 if ctx.back is None else ctx.back), g if ctx.needs_input_grad[1] else None
 
 
-@case(world_size=4)
 def a_backward_knows_whose_gradient_is_wanted_and_returns_tensors(world):
     mesh = mesh_1d()
     for x, y in ([data(1, 5, 3), data(2, 5, 3)], [distribute_tensor(data(i, 5, 3), mesh, [S(0)]) for i in (1, 2)]):

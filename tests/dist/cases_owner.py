@@ -10,23 +10,22 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from ms_dtensor import Replicate, Shard, comm, distribute_tensor, value_and_grad
-from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d
+from ms_dtensor import comm, value_and_grad
+from tests.dist.operands import R, S, data, mesh_1d, placed
+from tests.dist.support import array, counted, equal
 
 
 def _wide(x):
     return array(x).astype(np.float32)
 
 
-@case(world_size=4)
 def bfloat16_of_fewer_elements_than_ranks(world):
     mesh, group, me = mesh_1d(), comm.group(tuple(range(4))), world.rank
     for n in range(10):
         numbers = np.arange(1, n + 1, dtype=np.float32) / 4
         x = Tensor(numbers, ms.bfloat16)
         if n:
-            dx = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+            dx = placed(x, mesh, S(0))
             with counted() as count:
                 value, grad = value_and_grad(lambda t: (t * t).mean(), 0)(dx)
                 whole = _wide(value)
@@ -50,8 +49,8 @@ def bfloat16_of_fewer_elements_than_ranks(world):
 
 def _step(mesh):
     x = data(3, 5, 4)
-    dx = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-    w = distribute_tensor(data(4, 4, 3), mesh, [Replicate()], src_data_rank=None)
+    dx = placed(x, mesh, S(0))
+    w = placed(data(4, 4, 3), mesh, R)
     with counted() as count:
         value, grad = value_and_grad(lambda t: (mint.matmul(dx, t) ** 2).sum(), 0)(w)
         equal(grad, 2 * array(x).T @ array(x) @ array(data(4, 4, 3)))
@@ -67,7 +66,6 @@ def _told(call):
     return ""
 
 
-@case(world_size=4)
 def gradients_communicate_on_the_owners_thread_and_on_mindspores(world):
     mesh, done, told = mesh_1d(), threading.Event(), []
     _step(mesh)
@@ -83,7 +81,6 @@ def gradients_communicate_on_the_owners_thread_and_on_mindspores(world):
     _step(mesh)
 
 
-@case(world_size=4)
 def a_forked_child_is_refused_and_its_parent_goes_on(world):
     group = comm.group(tuple(range(4)))
     read, write = os.pipe()

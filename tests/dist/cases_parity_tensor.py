@@ -12,21 +12,13 @@ import ms_dtensor as md
 from ms_dtensor import DeviceMesh, DTensor, Layout, distribute_module, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
-from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
-
-R, P, S = md.Replicate(), md.Partial(), md.Shard
+from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import array, counted, equal, refusal, same_on_all_ranks
 
 
-class Stack(nn.Cell):
+def stack(n):
     """Ten square layers."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.seq = nn.SequentialCell([nn.Dense(n, n) for _ in range(10)])
-
-    def construct(self, x):
-        return self.seq(x)
+    return Built(lambda c, x: c.seq(x), seq=nn.SequentialCell([nn.Dense(n, n) for _ in range(10)]))
 
 
 def _cut_linears(names=None):
@@ -44,7 +36,6 @@ def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
 
 
 # -- api: distribute_tensor ----------------------------------------------------------------------------------------------
-@case(world_size=4)
 def distribute_is_one_collective_and_shapes_are_global(world):
     mesh = mesh_1d()
     with counted() as count:
@@ -52,7 +43,6 @@ def distribute_is_one_collective_and_shapes_are_global(world):
     assert sum(count.values()) == 1 and x.size() == (12, 3) and tuple(x.to_local().shape) == (3, 3)
 
 
-@case(world_size=4)
 def distributing_keeps_requires_grad_and_makes_a_leaf(world):
     for wanted in (True, False):
         net = nn.Dense(4, 8)
@@ -61,13 +51,11 @@ def distributing_keeps_requires_grad_and_makes_a_leaf(world):
         assert w.requires_grad is wanted and w._is_leaf
 
 
-@case(world_size=4)
 def another_rank_may_be_the_truth(world):
     for placements in ([S(0)], [S(1)], [R]):
         equal(distribute_tensor(data(world.rank, 12, 12), mesh_1d(), placements, src_data_rank=1), data(1, 12, 12))
 
 
-@case(world_size=4)
 def uneven_shards_are_chunks(world):
     for shape, dim in (((13, 3, 3), 0), ((14, 3, 3), 0), ((3, 13, 3), 1), ((3, 14, 3), 1), ((3, 3, 13), 2), ((3, 3, 14), 2)):
         x = data(1, *shape)
@@ -77,14 +65,12 @@ def uneven_shards_are_chunks(world):
 
 
 # -- api: distribute_module ----------------------------------------------------------------------------------------------
-@case(world_size=4)
 def what_a_partition_function_leaves_is_replicated(world):
     for partition, cut in ((_cut_linears(), "seq."), (_cut_linears(("seq.0", "seq.8")), ("seq.0.", "seq.8.")), (None, "none")):
-        for p in distribute_module(Stack(8), mesh_1d(), partition).get_parameters():
+        for p in distribute_module(stack(8), mesh_1d(), partition).get_parameters():
             assert isinstance(p, DTensor) and p.placements == ((S(0),) if p.name.startswith(cut) else (R,)), (cut, p)
 
 
-@case(world_size=4)
 def input_and_output_functions_convert(world):
     net = distribute_module(nn.Dense(20, 20), mesh_1d(), None,
                             lambda cell, inputs, mesh: DTensor.from_local(inputs[0], mesh, [S(0)]),
@@ -93,14 +79,12 @@ def input_and_output_functions_convert(world):
     assert type(out) is Tensor and out.shape == (5, 20)
 
 
-@case(world_size=4)
 def gradients_of_replicated_parameters_are_replicated_dtensors(world):
-    net = distribute_module(Stack(4), mesh_1d(), None, lambda cell, inputs, mesh: DTensor.from_local(inputs[0], mesh, [R]))
+    net = distribute_module(stack(4), mesh_1d(), None, lambda cell, inputs, mesh: DTensor.from_local(inputs[0], mesh, [R]))
     _, grads = value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(data(1, 4, 4))
     assert all(isinstance(g, DTensor) and g.placements == (R,) for g in grads)
 
 
-@case(world_size=4)
 def casting_changes_local_and_global_dtype(world):
     for x in (DTensor.from_local(data(1, 10), mesh_1d(), [R]), distribute_tensor(data(1, 10), mesh_1d(), [S(0)])):
         y = x.to(ms.bfloat16)
@@ -108,7 +92,6 @@ def casting_changes_local_and_global_dtype(world):
 
 
 # -- dtensor: construction -------------------------------------------------------------------------------------------------
-@case(world_size=4)
 def from_local_tells_shape_stride_device_and_placements(world):
     given, t = [S(0)], data(1, 3, 3)
     x = DTensor.from_local(t, mesh_1d(), given)
@@ -123,7 +106,6 @@ def from_local_tells_shape_stride_device_and_placements(world):
     assert hash(x.layout) == hash(other.layout) and x.layout == other.layout != DTensor.from_local(t, mesh_1d(), [R]).layout
 
 
-@case(world_size=4)
 def gradients_flow_through_from_local_and_to_local_to_plain_tensors(world):
     def f(t):
         x = DTensor.from_local(t * 3 + 8, mesh_1d(), [S(0)])
@@ -132,7 +114,6 @@ def gradients_flow_through_from_local_and_to_local_to_plain_tensors(world):
     equal(ms.grad(f)(data(world.rank, 3, 3)), np.full((3, 3), 9, np.float32))
 
 
-@case(world_size=4)
 def from_local_of_uneven_shards_takes_shape_and_stride(world):
     x = data(1, 5, 2)
     mine = Tensor(np.ascontiguousarray(chunks(x.asnumpy(), 4, 0)[world.rank]))
@@ -142,7 +123,6 @@ def from_local_of_uneven_shards_takes_shape_and_stride(world):
 
 
 # -- dtensor: to_local, full_tensor --------------------------------------------------------------------------------------
-@case(world_size=4)
 def gradients_flow_through_to_local(world):
     x = DTensor.from_local(data(world.rank, 3, 3), mesh_1d(), [S(0)])
     g = value_and_grad(lambda t: ((t * 3).to_local() + data(5, 3, 3)).sum(), 0)(x)[1]
@@ -150,29 +130,24 @@ def gradients_flow_through_to_local(world):
     equal(g.to_local(), np.full((3, 3), 3, np.float32))
 
 
-@case(world_size=4)
 def to_local_shares_storage(world):
     x = DTensor.from_local(data(world.rank, 3, 3), mesh_1d(), [S(0)])
     assert x.to_local().data_ptr() == x.data_ptr() and type(x.to_local()) is Tensor
 
 
-@case(world_size=4)
 def a_partial_cotangent_of_a_gathered_value_is_reduce_scattered(world):
     x = distribute_tensor(ops.ones((8, 3)), mesh_1d(), [S(0)])
-    with counted() as count:
+    with counted({("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}):
         g = value_and_grad(lambda t: t.redistribute(placements=[R]).to_local(grad_placements=[P]).sum(), 0)(x)[1]
-    assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
     equal(g, np.full((8, 3), 4, np.float32))
 
 
-@case(world_size=4)
 def full_tensor_is_plain_and_whole(world):
     out = distribute_tensor(data(1, 8, 3), mesh_1d(), [S(0)]).full_tensor()
     assert type(out) is Tensor
     equal(out, data(1, 8, 3))
 
 
-@case(world_size=4)
 def full_tensor_takes_the_cotangents_layout(world):
     x = distribute_tensor(ops.ones((8, 3)), mesh_1d(), [S(0)])
     for hint, scale in (([P], 4), (None, 1)):
@@ -180,7 +155,6 @@ def full_tensor_takes_the_cotangents_layout(world):
               np.full((8, 3), scale, np.float32))
 
 
-@case(world_size=4)
 def a_new_tensor_like_another_has_its_own_gradient(world):
     x = distribute_tensor(data(1, 8, 8), mesh_1d(), [S(0)])
     new = md.empty_like(x)
@@ -189,18 +163,16 @@ def a_new_tensor_like_another_has_its_own_gradient(world):
 
 
 # -- dtensor: a value --------------------------------------------------------------------------------------------------------
-@case(world_size=4)
 def cutting_does_not_change_the_source(world):
     whole = Tensor(np.arange(16, dtype=np.float32).reshape(4, 4))
     for dim in (0, 1):
-        part = distribute_tensor(whole, mesh_1d(), [S(dim)], src_data_rank=None)
+        part = placed(whole, mesh_1d(), S(dim))
         np.testing.assert_array_equal(part.to_local().asnumpy(), np.take(whole.asnumpy(), [world.rank], dim))
         part.copy_(part * 0)
     np.testing.assert_array_equal(whole.asnumpy(), np.arange(16).reshape(4, 4))
 
 
 # -- dtensor: meshes -----------------------------------------------------------------------------------------------------
-@case(world_size=4)
 def default_meshes_nest(world):
     x = data(1, 12, 3)
     with mesh_1d():
@@ -211,7 +183,6 @@ def default_meshes_nest(world):
         assert distribute_tensor(x, placements=[S(0)]).local_shape == (3, 3)
 
 
-@case(world_size=4)
 def shapes_on_meshes_of_two_and_three_axes(world):
     assert DTensor.from_local(data(1, 3, 3), mesh_2d(), [S(0), S(1)]).shape == (6, 6)
     assert DTensor.from_local(data(1, 3, 3), mesh_2d(), [S(0), S(0)]).shape == (12, 3)
@@ -220,7 +191,6 @@ def shapes_on_meshes_of_two_and_three_axes(world):
     assert DTensor.from_local(data(1, 3, 3, 3), cube, [S(0), S(0), S(2)]).shape == (12, 3, 3)
 
 
-@case(world_size=4)
 def offsets_of_local_shards(world):
     dp, tp = mesh_2d().get_coordinate()
     for placements, offset in (([S(0), R], (6 * dp, 0)), ([S(1), R], (0, 6 * dp)), ([R, S(0)], (6 * tp, 0)),
@@ -232,7 +202,6 @@ def _some():
     return DeviceMesh("cpu", [0, 2], mesh_dim_names=("some",))
 
 
-@case(world_size=4)
 def from_local_outside_the_mesh_holds_nothing(world):
     x = DTensor.from_local(ops.ones((3, 4)), _some(), [S(0)])
     assert x.shape == (6, 4)
@@ -240,7 +209,6 @@ def from_local_outside_the_mesh_holds_nothing(world):
         assert y.to_local().asnumpy().tolist() == (np.full((3, 4), value).tolist() if world.rank in (0, 2) else [])
 
 
-@case(world_size=4)
 def truth_values_scalars_and_lists_outside_the_mesh(world):
     inside = world.rank in (0, 2)
     a, b = (DTensor.from_local(ops.ones((4, 3)), _some(), [S(0)]) for _ in range(2))
@@ -254,7 +222,6 @@ def truth_values_scalars_and_lists_outside_the_mesh(world):
     assert [tuple(p.to_local().shape) for p in parts] == [(3, 2) if inside else (0, 0)] * 2
 
 
-@case(world_size=4)
 def redistribution_on_a_part_of_the_ranks(world):
     whole = DTensor.from_local(ops.ones((4, 3)), _some(), [S(0)]).redistribute(placements=[R])
     assert tuple(whole.to_local().shape) == ((8, 3) if world.rank in (0, 2) else (0, 0))
@@ -262,7 +229,6 @@ def redistribution_on_a_part_of_the_ranks(world):
     assert tuple(again.to_local().shape) == ((4, 3) if world.rank in (0, 2) else (0, 0))
 
 
-@case(world_size=4)
 def a_plain_left_operand_under_implicit_replication(world):
     x = DTensor.from_local(ops.ones((4, 3)), mesh_1d(), [S(0)])
     with md.implicit_replication():
@@ -271,7 +237,6 @@ def a_plain_left_operand_under_implicit_replication(world):
     equal(out.to_local(), np.full((4, 3), 2, np.float32))
 
 
-@case(world_size=4)
 def scalar_tensors_mix_in_by_themselves(world):
     x = DTensor.from_local(ops.ones((4, 3)), mesh_1d(), [S(0)])
     equal((Tensor(np.float32(1)) + x).to_local(), np.full((4, 3), 2, np.float32))
@@ -283,7 +248,6 @@ def scalar_tensors_mix_in_by_themselves(world):
         raise AssertionError("mixed")
 
 
-@case(world_size=4)
 def run_check_keeps_gradients_and_takes_replicas_from_coordinate_0(world):
     def f(t):
         return (DTensor.from_local(t * 2, mesh_1d(), [R], run_check=True) * 3.0).sum()
@@ -292,23 +256,20 @@ def run_check_keeps_gradients_and_takes_replicas_from_coordinate_0(world):
     equal(grad, np.full((3, 3), 6, np.float32))
 
 
-@case(world_size=4)
 def tensors_smaller_than_the_axis_leave_ranks_empty(world):
     for n in range(9):
         x = Tensor(np.arange(n, dtype=np.float32))
-        part = distribute_tensor(x, mesh_1d(), [S(0)], src_data_rank=None)
+        part = placed(x, mesh_1d(), S(0))
         np.testing.assert_array_equal(part.to_local().asnumpy(), chunks(x.asnumpy(), 4, 0)[world.rank])
         np.testing.assert_array_equal(array(part), x.asnumpy())
 
 
 # -- init ----------------------------------------------------------------------------------------------------------------
-@case(world_size=4)
 def constant_initialisers_write_the_shard(world):
     x = md_init.constant_(DTensor.from_local(data(1, 8, 4), mesh_1d(), [S(0)]), 2.4)
     equal(x, np.full((32, 4), 2.4, np.float32))
 
 
-@case(world_size=4)
 def factories_even_uneven_and_scalar(world):
     makers = ((md.ones, 1), (md.zeros, 0), (lambda shape, **how: md.full(shape, 123.4, **how), 123.4), (md.empty, None))
     for (make, value), shape, p in itertools.product(makers, ((4, 8, 12), (5, 10, 15), ()), (S(0), S(1), S(2), R)):
@@ -319,7 +280,6 @@ def factories_even_uneven_and_scalar(world):
                 np.testing.assert_array_equal(x.to_local().asnumpy(), np.full(x.local_shape, value, np.float32))
 
 
-@case(world_size=4)
 def zeros_on_some_of_the_ranks(world):
     for ranks, sizes in (([0, 3], {0: (16, 3), 3: (16, 3)}), ([0, 1, 3], {0: (11, 3), 1: (11, 3), 3: (10, 3)})):
         x = md.zeros((32, 3), device_mesh=DeviceMesh("cpu", ranks), placements=[S(0)])
@@ -330,19 +290,17 @@ def zeros_on_some_of_the_ranks(world):
 
 
 # -- utils ---------------------------------------------------------------------------------------------------------------
-@case(world_size=4)
 def local_shape_and_offset_cut_the_global_tensor(world):
     mesh = mesh_2d()
     for placements in ((S(0), S(0)), (S(0), S(1)), (S(0), R), (S(1), S(1)), (S(1), R), (R, R)):
         for rows in range(1, 9):
             n = 64 // rows * rows
             x = Tensor(np.arange(n, dtype=np.float32).reshape(rows, -1))
-            part = distribute_tensor(x, mesh, placements, src_data_rank=None)
+            part = placed(x, mesh, *placements)
             at, size = part.layout.local_offset(), part.layout.local_shape()
             np.testing.assert_array_equal(part.to_local().asnumpy(), x.asnumpy()[at[0]:at[0] + size[0], at[1]:at[1] + size[1]])
 
 
-@case(world_size=4)
 def two_axes_may_cut_one_dim_in_either_order(world):
     dp, tp = mesh_2d().get_coordinate()
     for shape, sizes in (((8, 2), [2, 2, 2, 2]), ((15, 5), [4, 4, 4, 3])):
@@ -355,7 +313,6 @@ def two_axes_may_cut_one_dim_in_either_order(world):
         equal(DTensor.from_local(mine, mesh_2d(), [S(0), S(0)], shape=shape).local_shape[0] * 0, 0)
 
 
-@case(world_size=4)
 def replicated_sharded_and_cut_over_three_axes(world):
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "shards", "tp"))
     layout = Layout(mesh, [R, S(0), S(0)], (8, 2), order=("tp", "shards"))

@@ -18,9 +18,8 @@ from ms_dtensor.debug import explain, visualize_sharding
 from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MeshError, MixedOperandError, OpRuleError
 from ms_dtensor.tensor import init as md_init
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
-
-R, P, S = md.Replicate(), md.Partial(), md.Shard
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 
 class Nothing(md.DFunction):
@@ -45,11 +44,11 @@ class Bench:
     def __init__(self):
         self.mesh, self.two = mesh_1d(), mesh_2d()
         self.plain = data(1, 8, 4)
-        self.x = distribute_tensor(self.plain, self.mesh, [S(0)], src_data_rank=None)
-        self.cols = distribute_tensor(self.plain, self.mesh, [S(1)], src_data_rank=None)
+        self.x = placed(self.plain, self.mesh, S(0))
+        self.cols = placed(self.plain, self.mesh, S(1))
         self.part = DTensor.from_local(self.plain, self.mesh, [P])
-        self.one = distribute_tensor(data(2, 1, 1), self.mesh, [S(0)], src_data_rank=None)
-        self.uneven = distribute_tensor(data(3, 7, 4), self.mesh, [S(0)], src_data_rank=None)
+        self.one = placed(data(2, 1, 1), self.mesh, S(0))
+        self.uneven = placed(data(3, 7, 4), self.mesh, S(0))
         self.net = Two()
 
     def styled(self, style, cell="a"):
@@ -97,7 +96,7 @@ TABLE = [
     ("a flattened name that is an axis", MeshError, lambda b: b.two["dp", "tp"].flatten("tp")),
     ("no default mesh", MeshError, lambda b: distribute_tensor(b.plain)),
     # -- placements
-    ("Shard of no integer", LayoutError, lambda b: md.Shard("rows")),
+    ("Shard of no integer", LayoutError, lambda b: S("rows")),
     ("unknown reduction", LayoutError, lambda b: md.Partial("median")),
     ("too few placements", LayoutError, lambda b: distribute_tensor(b.plain, b.two, [S(0)])),
     ("too many placements", LayoutError, lambda b: b.x.redistribute(placements=[R, R])),
@@ -270,7 +269,6 @@ def every_refusal_is_the_same_everywhere_and_free(world):
     assert not unlike, "\n\n".join(unlike)
 
 
-@case(world_size=4)
 def ranks_that_disagree_are_all_told(world):
     """The check across ranks is the one refusal that communicates: it is what was asked for."""
     mesh = mesh_1d()

@@ -12,17 +12,16 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Partial, Shard, comm, distribute_tensor, init_device_mesh, replicate, value_and_grad
+from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.comm.device import DeviceBackend
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import RTOL, array, data, equal, refusal
+from tests.dist.operands import P, R, S, data
+from tests.dist.support import RTOL, array, equal, refusal
 from tests.rehearsal.emulator import Refused, memory
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.tables import Rates
 from tests.tiers import sampled
-
-R, S, P = md.Replicate(), Shard, Partial()
 
 
 def meshes(world, kind: str):
@@ -360,7 +359,6 @@ def communicators_in_different_orders_are_caught(world):
     assert "in different orders" in refusal(crossed, Refused)
 
 
-@case(world_size=4)
 def a_prefetch_needs_no_wait_before_its_use(world):
     """The gathered weight of the next layer is under way while this one computes."""
     rates = Rates(wire=1e9, saved=1e6, latency=1e-6)

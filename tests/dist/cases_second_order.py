@@ -8,12 +8,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import mint, ops
 
-from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, grad
+from ms_dtensor import DTensor, Partial, comm, distribute_tensor, grad
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d
+from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
+from tests.dist.support import array, counted, equal
 from tests.tiers import sampled
 
-R, S = Replicate(), Shard
 POSITIONS = (0, 1)
 
 
@@ -108,7 +108,6 @@ def they_are_on_two_axes(world):
         _everywhere(mesh_2d(), FUNCTIONS[what], what, wide(3, 3, 6), wide(4, 6, 5))
 
 
-@case(world_size=4)
 def they_are_where_the_input_is_a_sum_or_an_average(world):
     mesh = mesh_1d()
     whole = sum(array(data(10 + r, 4, 6)) for r in range(world.size))
@@ -121,7 +120,6 @@ def they_are_where_the_input_is_a_sum_or_an_average(world):
         equal(got, 2 * (3 * value ** 2 * factor / parts) * 6 * value * factor / parts / parts, op, 2e-4)
 
 
-@case(world_size=4)
 def a_second_derivative_moves_what_it_must_and_says_so(world):
     mesh = mesh_1d()
     a, b = (distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in ((data(1, 4, 8), [S(1)]), (data(2, 8, 4), [R])))
@@ -131,7 +129,6 @@ def a_second_derivative_moves_what_it_must_and_says_so(world):
     assert sum(count.values()) <= 8 and any(phase == "backward" for _, phase in count), count
 
 
-@case(world_size=4)
 def an_empty_shard_makes_the_nodes_of_the_others(world):
     """The last two ranks of four hold nothing of two rows; all ranks must meet in every derivative."""
     mesh = mesh_1d()
@@ -147,7 +144,6 @@ def an_empty_shard_makes_the_nodes_of_the_others(world):
     comm.group(tuple(range(world.size))).barrier()
 
 
-@case(world_size=4)
 def what_is_handed_back_keeps_its_history(world):
     """A cast to its own dtype is its operand; where some rank's shard is empty it becomes a node, on all ranks."""
     x = wide(9, 3, 3)

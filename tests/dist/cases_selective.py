@@ -9,16 +9,15 @@ from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, parallelize_module, replicate, value_and_grad
-from tests.cases import case
 from tests.dist.cases_fsdp_inside import Tied, divided, whole
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.support import equal, mesh_2d
+from tests.dist.operands import Built, mesh_2d
+from tests.dist.support import equal
 from tests.tiers import sampled
 
 SAVED = (["matmul"], [mint.tanh, "layer_norm_classic"], lambda op, arguments: True, [])
 
 
-@case(4)
 def ops_of_units_are_kept(world):
     mesh = fsdp()
     for save, before in sampled(itertools.product(SAVED, (True, False)), 7):
@@ -37,7 +36,6 @@ def ops_of_units_are_kept(world):
         same_step(net, plain, mesh)
 
 
-@case(4)
 def ops_of_cells_of_a_larger_unit_are_kept(world):
     mesh = fsdp()
     for shift, cut in sampled(enumerate((whole, lambda net, mesh: replicate(net, mesh=mesh), divided)), 2):
@@ -54,7 +52,6 @@ def ops_of_cells_of_a_larger_unit_are_kept(world):
         same_step(net, plain, mesh)
 
 
-@case(4)
 def kept_moves_are_not_sent_again(world):
     mesh, sent = mesh_2d(), {}
     plan = {f"blocks.{i}.{part}": style(use_local_output=False) for i in range(3)
@@ -72,21 +69,16 @@ def kept_moves_are_not_sent_again(world):
     assert sent["matmul"] == sent["nothing"] and sent["moves"] == sent["none"], sent
 
 
-@case(4)
 def the_same_random_numbers_and_a_shorter_dtype(world):
-    class Noisy(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.up, self.drop, self.down = nn.Dense(5, 6), nn.Dropout(p=0.4), nn.Dense(6, 5)
-
-        def construct(self, x):
-            return self.drop(self.down(self.drop(mint.tanh(self.up(x))))) + x
+    def noisy():
+        return Built(lambda c, x: c.drop(c.down(c.drop(mint.tanh(c.up(x))))) + x, up=nn.Dense(5, 6), drop=nn.Dropout(p=0.4),
+                    down=nn.Dense(6, 5))
 
     mesh = fsdp()
     policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
     for shift, mp_policy in sampled(enumerate((None, policy)), 2, 1):
         def gradients(save):
-            net = filled(nn.SequentialCell(Noisy(), Noisy())).set_train()
+            net = filled(nn.SequentialCell(noisy(), noisy())).set_train()
             if save is not None:
                 checkpoint_wrapper(net, save=save)
             for block in net:
@@ -103,7 +95,6 @@ def the_same_random_numbers_and_a_shorter_dtype(world):
                 equal(g, w.full_tensor(), str(save), 1e-6)
 
 
-@case(4)
 def accumulated_and_not_reentrant(world):
     mesh = fsdp()
     for shift, kind in sampled(enumerate(("save", "use_reentrant")), 2, 1):

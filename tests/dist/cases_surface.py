@@ -7,29 +7,13 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, Shard, distribute_module, parallelize_module, replicate
+from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_module, parallelize_module, replicate
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError
-from tests.cases import case
-from tests.dist.support import (
-    array,
-    counted,
-    data,
-    equal,
-    mesh_1d,
-    mesh_2d,
-    refusal,
-    same_on_all_ranks,
-    trains_as_one_device,
-)
+from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.support import array, counted, equal, refusal, same_on_all_ranks, trains_as_one_device
 from tests.tiers import sampled
 
-R, P, S = md.Replicate(), md.Partial(), Shard
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
-
-
-def placed(x, mesh, *placements) -> DTensor:
-    """`x` laid out, from each rank's own equal copy."""
-    return md.distribute_tensor(x, mesh, list(placements), src_data_rank=None)
 
 
 def same_tree(got, want, what: str) -> None:
@@ -48,7 +32,6 @@ def same_tree(got, want, what: str) -> None:
 # -- gradients ------------------------------------------------------------------------------------------------------------
 
 
-@case(world_size=4)
 def every_gradient_of_mindspore_is_a_dtensor(world):
     mesh = mesh_2d()
     x, w, v = data(1, 6, 5), data(2, 5, 4), data(3, 4)
@@ -91,7 +74,6 @@ def every_gradient_of_mindspore_is_a_dtensor(world):
         assert "without weights" in unlisted
 
 
-@case(world_size=4)
 def weights_that_were_listed_before_the_model_was_distributed(world):
     x = data(1, 6, 5)
     net = nn.Dense(5, 4)
@@ -104,7 +86,6 @@ def weights_that_were_listed_before_the_model_was_distributed(world):
     assert gw[0].shape == (4, 5) and gx.shape == want.shape
 
 
-@case(world_size=4)
 def a_forward_that_raised_leaves_no_recording(world):
     from mindspore.common.api import _pynative_executor
     x = placed(data(1, 8, 4), mesh_1d(), S(0))
@@ -116,7 +97,6 @@ def a_forward_that_raised_leaves_no_recording(world):
     equal(ms.grad(lambda t: (t * w).sum())(x), w)
 
 
-@case(world_size=4)
 def training_cells_and_optimizers(world):
     """`nn.SGD` and its like are compiled; element by element, they are right on shards."""
     x = data(1, 8, 6)
@@ -132,8 +112,7 @@ def training_cells_and_optimizers(world):
             step = nn.TrainOneStepCell(_Loss(cell), make(cell.trainable_params()))
             for _ in range(3):
                 step(given)
-        for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
-            equal(p, q, f"{type(step.optimizer).__name__} {p.name}", rtol=1e-4)
+        equal(net.get_parameters(), plain.get_parameters(), type(step.optimizer).__name__, 1e-4)
     net = distribute_module(_mlp(3), mesh_1d())
     grads = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_1d(), S(0)))
     for norms in (nn.Lamb(net.trainable_params(), 0.1), nn.AdaFactor(net.trainable_params())):
@@ -163,7 +142,6 @@ def _mlp(seed: int) -> nn.Cell:
     return net
 
 
-@case(world_size=4)
 def clipping_by_the_global_norm(world):
     mesh, line = mesh_2d(), mesh_1d()
     tensors = [data(1, 6, 5) * 3, data(2, 4), data(3, 8, 8), data(4, 3)]
@@ -175,11 +153,9 @@ def clipping_by_the_global_norm(world):
         equal(g, w, str(i))
     assert [type(g) for g in got] == [DTensor] * 3 + [Tensor]
     assert sum(count.values()) <= 3 and {op for op, _ in count} == {"all_reduce"}, count
-    for g, w in zip(ops.clip_by_global_norm(x[:2], 1e6), tensors):
-        equal(g, w, "small ones stay")
+    equal(ops.clip_by_global_norm(x[:2], 1e6), tensors[:2], "small ones stay")
 
 
-@case(world_size=4)
 def loss_scalers(world):
     x = data(1, 6, 5)
     net = distribute_module(nn.Dense(5, 4), mesh_1d())
@@ -204,7 +180,6 @@ def loss_scalers(world):
         assert (float(scaler.scale_value.asnumpy()) < before) == (bad is not None)
 
 
-@case(world_size=4)
 def a_flag_of_any_and_a_dim_of_one_element(world):
     x = data(1, 6, 5)
 
@@ -216,16 +191,15 @@ def a_flag_of_any_and_a_dim_of_one_element(world):
     want = array(data(2, 1, 3)) + 1
     assert one.add_(1.0) is one and one.placements == (S(0),)
     equal(one, want)
-    with counted() as count:
+    with counted({}):
         equal_to = one * placed(data(3, 1, 3), mesh_1d(), R) + 1
-    assert equal_to.placements == (S(0),) and not count, count
+    assert equal_to.placements == (S(0),)
     equal(equal_to, want * array(data(3, 1, 3)) + 1)
 
 
 # -- recomputation, replicas, ties --------------------------------------------------------------------------------------------
 
 
-@case(world_size=4)
 def recomputation_chosen_before_the_model_is_distributed(world):
     x, mesh = data(1, 8, 6), mesh_2d()
     plans = {
@@ -251,7 +225,6 @@ def recomputation_chosen_before_the_model_is_distributed(world):
                 raise AssertionError(f"{name}, recompute {'before' if early else 'after'}: {e}") from e
 
 
-@case(world_size=4)
 def replicas_over_styles_that_hand_out_local_tensors(world):
     x, mesh = data(1, 8, 6), mesh_2d()
     net = _mlp(3)
@@ -266,14 +239,7 @@ def replicas_over_styles_that_hand_out_local_tensors(world):
     parallelize_module(one, mesh["tp"], md.PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
     assert one(rows).placements == (S(0), R), "also where the style comes after"
 
-    class After(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.inner = _mlp(3)
-
-        def construct(self, x):
-            return self.inner(x) * 2
-    net = After()
+    net = Built(lambda c, x: c.inner(x) * 2, inner=_mlp(3))
     parallelize_module(net, mesh["tp"], {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()})
     replicate(net, mesh=mesh["dp"])
     assert "use_local_output=False" in refusal(lambda: net(rows), LayoutError)
@@ -292,7 +258,6 @@ class _Tied(nn.Cell):
         return self.b(mint.nn.functional.relu(self.a(x)))
 
 
-@case(world_size=4)
 def ties_between_cells_that_are_distributed_one_by_one(world):
     x, mesh = data(1, 8, 6), mesh_2d()
 
@@ -369,7 +334,6 @@ def _less(t):
     return ops.less(t, 1).astype(ms.float32) + mint.mul(t, t)
 
 
-@case(world_size=4)
 def compiled_functions_refuse_dtensors_wherever_they_hide(world):
     global _weight
     mesh = mesh_1d()
@@ -390,7 +354,6 @@ def compiled_functions_refuse_dtensors_wherever_they_hide(world):
     equal(x * 2, array(data(1, 8, 4)) * 2)
 
 
-@case(world_size=4)
 def loss_parallel_lets_in_labels_and_nothing_else(world):
     mesh = mesh_1d()
     x, y = data(1, 6, 8), Tensor(np.array([0, 3, 7, 2, 2, 5], np.int32))
@@ -398,8 +361,7 @@ def loss_parallel_lets_in_labels_and_nothing_else(world):
     want = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(x)
     with md.loss_parallel():
         got = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(dx)
-        equal(got[0], want[0])
-        equal(got[1], want[1])
+        equal(got, want)
         equal(nn.CrossEntropyLoss()(dx, y), want[0])
         for mixing in (lambda: dx * x, lambda: x @ dx.T, lambda: ops.cross_entropy(dx * x, y), lambda: mint.cat([dx, x]),
                        lambda: ops.cross_entropy(dx, mint.nn.functional.softmax(x, -1)),

@@ -7,12 +7,13 @@ import numpy as np
 from mindspore import Tensor
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, local_map
+from ms_dtensor import DTensor, comm, local_map
 from ms_dtensor.custom_ops import local_map as own_local_map
 from ms_dtensor.debug import all_gather, all_reduce, all_to_all, checks, convert, reduce_scatter
 from tests.cases import case
 from tests.context import cases_attention, cases_recipe
 from tests.dist import cases_llama, cases_own_ops
+from tests.dist.operands import P, R, S
 from tests.dist.support import equal
 from tests.experts import cases_experts
 from tests.experts import cases_recipe as cases_mixtral
@@ -32,26 +33,24 @@ def programs_that_types_accept_are_one_devices(world):
     each_program((2,), 0)
 
 
-@case(world_size=4)
 def programs_on_two_axes_are_one_devices(world):
     each_program((2, 2), 100_000)
 
 
 MOVES = {  # what a rank does between its shard and its result: placements before and after, calls forward and backward
-    "gathered, then alike": (Shard(0), Replicate(), lambda x: all_gather(x, "tp") ** 2, ("all_gather",)),
-    "gathered, then each its own": (Shard(0), Shard(1), lambda x: convert(all_gather(x, "tp", to="R") ** 2, "tp", "V", 1),
+    "gathered, then alike": (S(0), R, lambda x: all_gather(x, "tp") ** 2, ("all_gather",)),
+    "gathered, then each its own": (S(0), S(1), lambda x: convert(all_gather(x, "tp", to="R") ** 2, "tp", "V", 1),
                                     ("all_gather", "reduce_scatter")),
-    "summed, then alike": (Partial(), Replicate(), lambda x: all_reduce(x, "tp") ** 2, ("all_reduce",)),
-    "summed, then each its own": (Partial(), Shard(0), lambda x: convert(all_reduce(x, "tp", to="R"), "tp", "V") ** 2,
+    "summed, then alike": (P, R, lambda x: all_reduce(x, "tp") ** 2, ("all_reduce",)),
+    "summed, then each its own": (P, S(0), lambda x: convert(all_reduce(x, "tp", to="R"), "tp", "V") ** 2,
                                   ("all_reduce", "all_reduce")),
-    "scattered": (Partial(), Shard(1), lambda x: reduce_scatter(x, "tp", 1) ** 2, ("reduce_scatter", "all_gather")),
-    "another dim": (Shard(0), Shard(1), lambda x: all_to_all(x, "tp", 1, 0) ** 2, ("all_to_all", "all_to_all")),
-    "to be a summand": (Replicate(), Partial(), lambda x: convert(x * 3, "tp", "P"), ("all_reduce",)),
-    "there and back": (Replicate(), Replicate(), lambda x: convert(convert(x, "tp", "R") ** 2, "tp", "I"), ("all_reduce",)),
+    "scattered": (P, S(1), lambda x: reduce_scatter(x, "tp", 1) ** 2, ("reduce_scatter", "all_gather")),
+    "another dim": (S(0), S(1), lambda x: all_to_all(x, "tp", 1, 0) ** 2, ("all_to_all", "all_to_all")),
+    "to be a summand": (R, P, lambda x: convert(x * 3, "tp", "P"), ("all_reduce",)),
+    "there and back": (R, R, lambda x: convert(convert(x, "tp", "R") ** 2, "tp", "I"), ("all_reduce",)),
 }
 
 
-@case(world_size=4)
 def moves_are_linear_and_each_has_its_transpose(world):
     mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     rng = np.random.default_rng(0)

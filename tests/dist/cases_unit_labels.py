@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.support import data, equal
-
-
-class Scaled(nn.Cell):
-    """A cell of local tensors with a parameter that tensor-parallel ranks hold whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = ms.Parameter(data(1, 4), name="w")
-
-    def construct(self, x):
-        return x * self.w.to_local()
+from tests.dist.operands import Built, data
+from tests.dist.support import equal
 
 
 @case(2)
@@ -27,7 +16,7 @@ def a_sum_over_tp_is_made_after_stages_of_unlike_numbers_of_cells(world):
     mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def wrapped(of):
-        net = md.distribute_module(Scaled(), of)
+        net = md.distribute_module(Built(lambda c, x: x * c.w.to_local(), w=ms.Parameter(data(1, 4), name="w")), of)
         return md.fully_shard(net, mesh=of["dp"], local_inputs=True)
     for _ in range(1 + world.rank):
         wrapped(stages["dp"])

@@ -11,26 +11,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, value_and_grad
+from ms_dtensor import DTensor, comm, value_and_grad
 from ms_dtensor.errors import OpRuleError
+from tests.dist.operands import data, mesh_1d, mesh_2d, placed  # noqa: F401
 from tests.tiers import sampled
 
 RTOL = 2e-5  # float32: sums of up to a few hundred terms, taken in another order
-
-
-def mesh_2d():
-    """4 ranks as dp=2, tp=2."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def mesh_1d(n: int = 4, name: str = "tp"):
-    """All ranks on one axis."""
-    return init_device_mesh("cpu", (n,), mesh_dim_names=(name,))
-
-
-def data(seed: int, *shape: int) -> Tensor:
-    """The same asymmetric random tensor on every rank."""
-    return Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def array(x) -> np.ndarray:
@@ -41,7 +27,11 @@ def array(x) -> np.ndarray:
 
 
 def equal(got, wanted, what: str = "", rtol: float = RTOL) -> None:
-    """Asserts equality relative to the largest element."""
+    """Asserts equality relative to the largest element; of a list or tuple, of each and in that order."""
+    if isinstance(got, tuple | list | Iterator):
+        for i, (g, w) in enumerate(zip(got, wanted, strict=True)):
+            equal(g, w, f"{what} {getattr(w, 'name', i)}", rtol)
+        return
     a, b = array(got), array(wanted)
     assert a.shape == b.shape, (what, a.shape, b.shape)
     scale = max(float(np.abs(b).max(initial=0)), 1e-6)
@@ -93,12 +83,13 @@ TOLD = ("all_gather_object", "forward")
 
 
 @contextmanager
-def counted():
-    """Counter of (op, phase) over the block, filled when it ends."""
+def counted(wanted: dict[tuple[str, str], int] | None = None):
+    """Counter of (op, phase) over the block, filled when it ends; and compared with the one wanted, if any."""
     count: Counter = Counter()
     with comm.record() as events:
         yield count
     count.update((e.op, e.phase) for e in events)
+    assert wanted is None or count == wanted, count
 
 
 _PLAIN: list = []  # the last answer of a cell on one device, before it what it was of
@@ -131,12 +122,11 @@ def check_against_one_device(fn, tensors, layouts, mesh, what: str = "") -> Coun
     """Value and every gradient of `fn` on DTensors against plain tensors; returns the communication of the step."""
     wrt = tuple(range(len(tensors)))
     value, grads = _of_one_device(fn, tensors)
-    inputs = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(tensors, layouts)]
+    inputs = [placed(t, mesh, *p) for t, p in zip(tensors, layouts)]
     with counted() as count:
         got, got_grads = value_and_grad(fn, wrt)(*inputs)
     equal(got, value, f"{what} value")
-    for i, (g, w) in enumerate(zip(got_grads, grads)):
-        equal(g, w, f"{what} gradient {i}")
+    equal(got_grads, grads, f"{what} gradient")
     return count
 
 
