@@ -247,32 +247,6 @@ def late(e, rank, size):
     e.barrier(tuple(range(size)))
 
 
-def cost(e, rank, size):
-    """CPU time of this rank per small all-reduce, in microseconds."""
-    world = tuple(range(size))
-    x = np.ones(16, np.float32)
-    e.all_reduce(x, "sum", world)
-    t = time.process_time()
-    for _ in range(1000):
-        e.all_reduce(x, "sum", world)
-    return round((time.process_time() - t) * 1e3, 1)
-
-
-def bench(e, rank, size):
-    world = tuple(range(size))
-    out = {}
-    for nb, k in ((64, 300), (1024, 300), (16384, 200), (65536, 200), (1 << 20, 30), (4 << 20, 20), (32 << 20, 5)):
-        x = np.random.rand(nb // 4).astype(np.float32)
-        e.all_reduce(x, "sum", world)
-        ts = []
-        for _ in range(k):
-            t = time.perf_counter()
-            e.all_reduce(x, "sum", world)
-            ts.append(time.perf_counter() - t)
-        out[nb] = round(sorted(ts)[k // 2] * 1e3, 3)
-    return out if rank == 0 else None
-
-
 def raises(e, rank, size):
     world = tuple(range(size))
     e.barrier(world)

@@ -88,14 +88,17 @@ def test_messages_of_many_chunks(size):
     succeed("large", size)
 
 
+@pytest.mark.parametrize(("scenario", "size"), [
+    ("overtaking", 3), ("overtaking", 4), ("inplace", 2), ("inplace", 3), ("held", 2), ("held", 3), ("parted", 2),
+    ("parted", 3), ("later", 2), ("later", 3), ("mismatch_and_on", 3), ("leaves_early", 3)])
+def test_ranks_that_work_together(scenario, size):
+    """Each is told in `scenarios.py` and `memory_scenarios.py`."""
+    succeed(scenario, size)
+
+
 def test_bfloat16_rounds_once():
     pytest.importorskip("ml_dtypes")
     succeed("bfloat16", 3)
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_fast_ranks_do_not_overtake_slow_readers(size):
-    succeed("overtaking", size)
 
 
 def test_killed_peer_is_named_on_all_others_at_once():
@@ -107,17 +110,23 @@ def test_killed_peer_is_named_on_all_others_at_once():
         assert r["ok"] < 2.0
 
 
-def test_killed_peer_is_noticed_by_ranks_that_do_not_wait_for_it():
-    ranks, _ = run("killed_elsewhere", 4)
-    assert [r["rank"] for r in ranks] == [0, 1, 3]
-    for r in ranks:
-        assert r["error"] == "PeerLost" and "rank 2 (pid" in r["text"], r
+LOST = {  # of a scenario its ranks, those that report the loss, and what they are told
+    "killed_elsewhere": (4, (0, 1, 3), ("rank 2 (pid",)), "killed_with_a_child": (3, (0, 2), ("rank 1 (pid", "died")),
+    "leaves_and_is_missed": (3, (0, 1), ("rank 2 (pid", "ended before")),
+    "raises": (3, (0, 1), ("ended with ValueError: boom",)),
+    "raises_with_unread_messages": (3, (1, 2), ("rank 0", "ended with ValueError: boom")),
+    "sends_to_one_that_ended": (3, (1, 2), ("rank 0", "ended with ValueError: boom")),
+    "late": (3, (0, 1), ("rank(s) 2 did not arrive within 0.5 s",))}
 
 
-def test_a_child_of_the_killed_rank_does_not_hide_its_death():
-    ranks, _ = run("killed_with_a_child", 3)
-    for r in ranks:
-        assert r["error"] == "PeerLost" and "rank 1 (pid" in r["text"] and "died" in r["text"], r
+@pytest.mark.parametrize("scenario", LOST)
+def test_a_lost_rank_is_named_on_those_that_miss_it(scenario):
+    size, told, words = LOST[scenario]
+    ranks, _ = run(scenario, size, timeout="0.5" if scenario == "late" else "20")
+    ranks = {r["rank"]: r for r in ranks}
+    for r in (ranks.pop(rank) for rank in told):
+        assert r["error"] == "PeerLost" and all(word in r["text"] for word in words), r
+    assert scenario not in ("late", "leaves_and_is_missed") or ranks[2]["ok"]
 
 
 @pytest.mark.parametrize("kind", ["shape", "op", "dtype", "root", "first"])
@@ -130,55 +139,11 @@ def test_mismatch_is_raised_on_every_rank_and_names_the_odd_one(kind):
         assert "rank 0: " in r["text"] and "rank 2: " in r["text"]
 
 
-def test_mismatch_of_groups():
-    ranks, _ = run("mismatch", 3, "group")
-    assert [r["error"] for r in ranks] == ["CollectiveMismatch"] * 3
-
-
-def test_mismatch_of_message_and_collective():
-    ranks, _ = run("mismatch", 2, "message")
-    assert [r["error"] for r in ranks] == ["CollectiveMismatch"] * 2
-
-
-def test_ranks_that_wait_for_each_others_messages_are_told():
-    ranks, _ = run("mismatch", 3, "circle")
-    for r in ranks:
-        assert r["error"] == "CollectiveMismatch" and "wait for each other's messages" in r["text"], r
-
-
-def test_going_on_after_a_mismatch():
-    succeed("mismatch_and_on", 3)
-
-
-def test_a_rank_that_ends_early_harms_nobody():
-    succeed("leaves_early", 3)
-
-
-def test_a_rank_that_ends_early_is_named_when_missed():
-    ranks, _ = run("leaves_and_is_missed", 3)
-    assert ranks[2]["ok"]
-    for r in ranks[:2]:
-        assert r["error"] == "PeerLost" and "rank 2 (pid" in r["text"] and "ended before" in r["text"], r
-
-
-def test_timeout_names_the_late_rank():
-    ranks, _ = run("late", 3, timeout="0.5")
-    assert ranks[2]["ok"]
-    for r in ranks[:2]:
-        assert r["error"] == "PeerLost" and "rank(s) 2 did not arrive within 0.5 s" in r["text"], r
-
-
-def test_own_error_is_told_to_the_others():
-    ranks, _ = run("raises", 3)
-    for r in ranks[:2]:
-        assert r["error"] == "PeerLost" and "ended with ValueError: boom" in r["text"], r
-
-
-@pytest.mark.parametrize("scenario", ["raises_with_unread_messages", "sends_to_one_that_ended"])
-def test_what_a_rank_said_last_is_read_after_all_it_said_before(scenario):
-    ranks, _ = run(scenario, 3)
-    for r in ranks[1:]:
-        assert r["error"] == "PeerLost" and "rank 0" in r["text"] and "ended with ValueError: boom" in r["text"], r
+@pytest.mark.parametrize(("size", "kind", "words"), [(3, "group", ""), (2, "message", ""),
+                                                     (3, "circle", "wait for each other's messages")])
+def test_mismatches_that_leave_no_odd_rank(size, kind, words):
+    ranks, _ = run("mismatch", size, kind)
+    assert len(ranks) == size and all(r["error"] == "CollectiveMismatch" and words in r["text"] for r in ranks), ranks
 
 
 def test_a_taken_rank_is_refused():
@@ -313,31 +278,11 @@ def test_worlds_of_different_size_do_not_connect():
     assert isinstance(caught[0], ConfigError) and "another job" in str(caught[0])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_reduces_into_their_operand(size):
-    succeed("inplace", size)
-
-
 def test_memory_stays_bounded():
     for r in succeed("bounded", 2):
         reducing, after = r["ok"]
         assert reducing < 2 * (2 * segment.CHUNK + (2 << 20)), r
         assert after - reducing < 2 * (arena.KEEP + (2 << 20)), r
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_results_own_their_memory_and_give_it_back(size):
-    succeed("held", size)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_that_are_never_packed(size):
-    succeed("parted", size)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_results_that_come_later(size):
-    succeed("later", size)
 
 
 def test_nothing_is_left_behind():
