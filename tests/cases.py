@@ -7,9 +7,10 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
     def all_reduce_sums(world): ...          # runs on every rank; world.rank, world.size
 
 which pytest collects as `cases_comm.py::all_reduce_sums[4]` (see `tests/conftest.py`); all cases of a world size share one
-launch. In a folder that says `WORLD = 4`, as `tests/dist`, the mark is left out: there each function of `world` alone is a
-case of four ranks, and `case` says what is otherwise. A module that says `GROUP = "errors"` has launches of its own, beside
-the others': for cases that leave behind in their processes what others must not meet, or that wait for time limits.
+launch. In a folder that says `WORLD = 4`, as `tests/dist`, the mark is left out: there each function of `world` is a case of
+four ranks, and `case` says what is otherwise. One that asks for `grid` or `line` beside it is given that mesh. A module that
+says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in their processes what
+others must not meet, or that wait for time limits.
 
 Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
@@ -18,6 +19,7 @@ goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tests.msrun import Outcome, headline, launch
 
@@ -35,6 +38,7 @@ CASE_LIMIT = 4.0  # seconds a case on the average, with the other tests beside i
 LAUNCHES = 8  # of one group at most: each but the last has ended in a case that failed
 TEST_LIMIT = 2400  # pytest's own limit, in seconds: the first test of a group waits for all of its launches
 NOT_RUN = "not run: the launch ended in "
+MESHES = {"line": "mesh_1d", "grid": "mesh_2d"}  # that a case may ask for, of tests/dist/operands.py
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
@@ -63,6 +67,17 @@ def cases(world_size: int | tuple[int, ...], rows: dict[str, tuple], timeout: fl
     return mark
 
 
+def given(fn: Callable) -> list[str]:
+    """What a case asks for, by name: `world` and meshes of it."""
+    return [name for name, parameter in signature(fn).parameters.items() if parameter.default is parameter.empty]
+
+
+def call(fn: Callable, world: Any) -> None:
+    """Runs a case on this rank."""
+    operands = importlib.import_module("tests.dist.operands")
+    fn(world, *(getattr(operands, MESHES[name])() for name in given(fn)[1:]))
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     module: str
@@ -81,8 +96,9 @@ def cases_of(module: ModuleType, name: str, fn: object) -> list[Case]:
     if getattr(fn, "__module__", None) != module.__name__:
         return []
     usual = getattr(sys.modules.get(module.__package__ or ""), "WORLD", None)
-    if usual and isfunction(fn) and [*signature(fn).parameters] == ["world"] and not hasattr(fn, "case_sizes"):
-        fn = case(usual)(fn)
+    if usual and isfunction(fn) and not hasattr(fn, "case_sizes"):
+        first, *meshes = given(fn) or [""]
+        fn = case(usual)(fn) if first == "world" and MESHES.keys() >= {*meshes} else fn
     return [Case(module.__name__, name, size, getattr(module, "GROUP", "ranks"), fn.case_timeout)
             for size in getattr(fn, "case_sizes", ())]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.cases import SYNC_FILE
+from tests.cases import SYNC_FILE, call
 from tests.msrun import REPORTS, report
 
 GRACE = 15.0  # seconds a peer of a failed rank may take to finish the case too
@@ -55,7 +55,7 @@ def run(cases: list[tuple[str, Callable, float]]) -> int:
 def run_case(fn: Callable, world: Any, name: str) -> bool:
     start, used, trace = time.time(), time.process_time(), None
     try:
-        fn(world)
+        call(fn, world)
     except BaseException:  # SystemExit too: a case must not end its rank
         trace = traceback.format_exc()
     end = time.time()

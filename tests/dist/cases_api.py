@@ -30,54 +30,51 @@ def refused(world, kind, text: str, call) -> None:
 
 
 # -- distribute_tensor, from_local ---------------------------------------------------------------------------------------
-def distribute_tensor_cuts_every_layout_of_every_shape(world):
-    mesh = mesh_2d()
+def distribute_tensor_cuts_every_layout_of_every_shape(world, grid):
     for shape in ((4, 8), (5, 3), (1, 2), (0, 4)):
         x = data(1, *shape)
         for placements in ((R, R), (S(0), R), (R, S(1)), (S(0), S(1)), (S(0), S(0)), (S(-1), S(-2))):
             for src in (0, None):
-                dx = distribute_tensor(x, mesh, placements, src_data_rank=src)
+                dx = distribute_tensor(x, grid, placements, src_data_rank=src)
                 box = tuple(slice(a, b) for a, b in dx.layout.local_box())
                 np.testing.assert_array_equal(dx.to_local().asnumpy(), x.asnumpy()[box])
                 assert dx.shape == shape and all(p.dim >= 0 for p in dx.placements if p.is_shard())
 
 
-def distribute_tensor_refusals(world):
-    mesh, x = mesh_2d(), data(1, 4, 4)
-    dx = distribute_tensor(x, mesh, (S(0), R))
-    refused(world, LayoutError, "3 placements were given", lambda: distribute_tensor(x, mesh, [R, R, R]))
-    refused(world, LayoutError, "dims -2 to 1", lambda: distribute_tensor(x, mesh, [S(2), R]))
-    refused(world, LayoutError, "Partial is no way", lambda: distribute_tensor(x, mesh, [P, R]))
-    refused(world, LayoutError, "in another layout", lambda: distribute_tensor(dx, mesh, [R, R]))
-    refused(world, LayoutError, "must be a Tensor", lambda: distribute_tensor([1.0], mesh, [R, R]))
-    refused(world, LayoutError, "must be Shard, Replicate or Partial", lambda: distribute_tensor(x, mesh, [0, 1]))
+def distribute_tensor_refusals(world, grid):
+    x = data(1, 4, 4)
+    dx = distribute_tensor(x, grid, (S(0), R))
+    refused(world, LayoutError, "3 placements were given", lambda: distribute_tensor(x, grid, [R, R, R]))
+    refused(world, LayoutError, "dims -2 to 1", lambda: distribute_tensor(x, grid, [S(2), R]))
+    refused(world, LayoutError, "Partial is no way", lambda: distribute_tensor(x, grid, [P, R]))
+    refused(world, LayoutError, "in another layout", lambda: distribute_tensor(dx, grid, [R, R]))
+    refused(world, LayoutError, "must be a Tensor", lambda: distribute_tensor([1.0], grid, [R, R]))
+    refused(world, LayoutError, "must be Shard, Replicate or Partial", lambda: distribute_tensor(x, grid, [0, 1]))
     refused(world, MeshError, "no default mesh", lambda: distribute_tensor(x, None, [R, R]))
-    refused(world, MeshError, "no axis 'pp'", lambda: distribute_tensor(x, mesh, {"pp": S(0)}))
+    refused(world, MeshError, "no axis 'pp'", lambda: distribute_tensor(x, grid, {"pp": S(0)}))
     equal(dx, x)
 
 
-def from_local_refusals(world):
-    mesh, x = mesh_1d(), data(1, 4, 4)
-    dx = distribute_tensor(x, mesh, [S(0)])
-    refused(world, LayoutError, "is a DTensor already", lambda: DTensor.from_local(dx, mesh, [R]))
-    refused(world, LayoutError, "must be a Tensor", lambda: DTensor.from_local(3.0, mesh, [R]))
-    refused(world, LayoutError, "2 placements were given", lambda: DTensor.from_local(x, mesh, [R, R]))
-    refused(world, LayoutError, "not this rank's shard", lambda: DTensor.from_local(x, mesh, [S(0)], shape=(4, 4)))
+def from_local_refusals(world, line):
+    x = data(1, 4, 4)
+    dx = distribute_tensor(x, line, [S(0)])
+    refused(world, LayoutError, "is a DTensor already", lambda: DTensor.from_local(dx, line, [R]))
+    refused(world, LayoutError, "must be a Tensor", lambda: DTensor.from_local(3.0, line, [R]))
+    refused(world, LayoutError, "2 placements were given", lambda: DTensor.from_local(x, line, [R, R]))
+    refused(world, LayoutError, "not this rank's shard", lambda: DTensor.from_local(x, line, [S(0)], shape=(4, 4)))
 
 
-def from_local_and_to_local_are_differentiable(world):
-    mesh = mesh_1d()
+def from_local_and_to_local_are_differentiable(world, line):
     x = data(world.rank, 3, 4)
     for placements, scale in (([S(0)], 1.0), ([P], 1.0), ([R], 1.0)):
         def loss(t, how=placements):
-            return (DTensor.from_local(t * 2, mesh, how).redistribute(placements=[R]) * 3).sum().to_local()
+            return (DTensor.from_local(t * 2, line, how).redistribute(placements=[R]) * 3).sum().to_local()
         g = ms.grad(loss)(x)
         equal(g, np.full((3, 4), 6 * scale, np.float32), str(placements))
 
 
-def negative_dims_and_redistribution_to_oneself(world):
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 8, 4), mesh, [S(-1)])
+def negative_dims_and_redistribution_to_oneself(world, line):
+    x = distribute_tensor(data(1, 8, 4), line, [S(-1)])
     with counted({}):
         assert x.redistribute(placements=[S(1)]) is x and x.placements == (S(1),)
         assert x.redistribute(placements=[S(-1)]) is x
@@ -95,27 +92,26 @@ def ranks_outside_the_mesh_hold_nothing_and_may_take_part(world):
     assert dx.shape == (6, 2) and "tp" in repr(dx)
 
 
-def arrays_are_global_or_refused(world):
-    mesh, x = mesh_1d(), data(1, 4, 4)
-    np.testing.assert_array_equal(distribute_tensor(x, mesh).asnumpy(), x.asnumpy())
-    for dx in (distribute_tensor(x, mesh, [S(0)]), DTensor.from_local(x, mesh, [P])):
+def arrays_are_global_or_refused(world, line):
+    x = data(1, 4, 4)
+    np.testing.assert_array_equal(distribute_tensor(x, line).asnumpy(), x.asnumpy())
+    for dx in (distribute_tensor(x, line, [S(0)]), DTensor.from_local(x, line, [P])):
         for read in (lambda t: t.asnumpy(), np.asarray, lambda t: t.tolist(), lambda t: t.numpy()):
             refused(world, OpRuleError, "full_tensor()", lambda read=read, t=dx: read(t))
 
 
 # -- factories -------------------------------------------------------------------------------------------------------------
-def factories_hold_their_shard(world):
-    mesh = mesh_2d()
+def factories_hold_their_shard(world, grid):
     for placements in ((S(0), S(1)), (S(0), S(0)), (R, R), (R, S(1))):
         for shape in ((4, 8), (5, 3), (1, 1)):
-            layout = md.Layout(mesh, placements, shape)
+            layout = md.Layout(grid, placements, shape)
             for make, value in ((ones, 1), (md.zeros, 0)):
-                out = make(shape, device_mesh=mesh, placements=placements)
+                out = make(shape, device_mesh=grid, placements=placements)
                 assert tuple(out.to_local().shape) == layout.local_shape()
                 equal(out, np.full(shape, value, np.float32))
-            equal(full(shape, 7.0, device_mesh=mesh, placements=placements), np.full(shape, 7, np.float32))
-    refused(world, LayoutError, "Partial is no way", lambda: ones(4, device_mesh=mesh, placements=[P, R]))
-    refused(world, LayoutError, "non-negative integers", lambda: ones(-1, device_mesh=mesh))
+            equal(full(shape, 7.0, device_mesh=grid, placements=placements), np.full(shape, 7, np.float32))
+    refused(world, LayoutError, "Partial is no way", lambda: ones(4, device_mesh=grid, placements=[P, R]))
+    refused(world, LayoutError, "non-negative integers", lambda: ones(-1, device_mesh=grid))
 
 
 def random_factories_do_not_depend_on_the_mesh(world):
@@ -174,8 +170,8 @@ class Net(nn.Cell):
         return self.second(ops.relu(self.first(x)))
 
 
-def distribute_module_hooks_get_the_mesh(world):
-    mesh, x = mesh_1d(), data(3, 8, 4)
+def distribute_module_hooks_get_the_mesh(world, line):
+    x = data(3, 8, 4)
     plain, seen = Net(), []
 
     def partition(name, cell, on):
@@ -183,50 +179,50 @@ def distribute_module_hooks_get_the_mesh(world):
         if name == "first":
             cell._params["weight"] = Parameter(distribute_tensor(cell.weight, on, [S(0)]), name=cell.weight.name)
 
-    net = md.distribute_module(Net(), mesh, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
+    net = md.distribute_module(Net(), line, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
                             lambda cell, outputs, on: outputs.full_tensor())
     assert seen == ["", "first", "second"]
     assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (R,)
     assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
     equal(net(x), plain(x))
-    refused(world, LayoutError, "must take 3 arguments", lambda: md.distribute_module(Net(), mesh, None, lambda a: a))
+    refused(world, LayoutError, "must take 3 arguments", lambda: md.distribute_module(Net(), line, None, lambda a: a))
 
 
 # -- styles ------------------------------------------------------------------------------------------------------
-def prepared_inputs_and_outputs_of_one_cell(world):
-    mesh, x = mesh_1d(), data(4, 8, 4)
+def prepared_inputs_and_outputs_of_one_cell(world, line):
+    x = data(4, 8, 4)
 
     class Seen(nn.Cell):
         def construct(self, x, flag=None):
             self.seen = x
             return x * 2
 
-    cell = parallelize_module(Seen(), mesh, md.PrepareModuleInputOutput(
+    cell = parallelize_module(Seen(), line, md.PrepareModuleInputOutput(
         input_layouts=(S(0),), desired_input_layouts=(R,), output_layouts=(R,), desired_output_layouts=(S(1),),
         use_local_input=False, use_local_output=False))
-    local = distribute_tensor(x, mesh, [S(0)]).to_local()
+    local = distribute_tensor(x, line, [S(0)]).to_local()
     out = cell(local)
     assert isinstance(cell.seen, DTensor) and cell.seen.placements == (R,)
     assert isinstance(out, DTensor) and out.placements == (S(1),)
     equal(out, x * 2)
 
 
-def plans_by_pattern(world):
-    mesh, x = mesh_1d(), data(5, 6, 4)
+def plans_by_pattern(world, line):
+    x = data(5, 6, 4)
     plain = Net()
-    net = parallelize_module(Net(), mesh, {"first": md.ColwiseParallel(), "sec*": md.RowwiseParallel()})
+    net = parallelize_module(Net(), line, {"first": md.ColwiseParallel(), "sec*": md.RowwiseParallel()})
     assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (S(1),)
     with counted({TOLD: 1, ("all_reduce", "forward"): 1}):
         out = net(x)
     equal(out, plain(x))
-    refused(world, DTensorError, "third", lambda: parallelize_module(Net(), mesh, {"third": md.ColwiseParallel()}))
-    refused(world, ConfigError, "", lambda: parallelize_module(Net(), mesh, {"": object()}))
+    refused(world, DTensorError, "third", lambda: parallelize_module(Net(), line, {"third": md.ColwiseParallel()}))
+    refused(world, ConfigError, "", lambda: parallelize_module(Net(), line, {"": object()}))
 
 
 # -- local_map, register_sharding ----------------------------------------------------------------------------------
-def local_map_results_on_another_mesh_or_plain(world):
-    mesh, other = mesh_1d(), mesh_1d(4, "other")
-    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
+def local_map_results_on_another_mesh_or_plain(world, line):
+    other = mesh_1d(4, "other")
+    x = distribute_tensor(data(1, 8, 4), line, [S(0)])
     out = local_map(lambda a: a * 2, [S(0)], ([S(0)],), device_mesh=other)(x)
     assert out.device_mesh == other
     equal(out, data(1, 8, 4) * 2)
@@ -237,24 +233,22 @@ def local_map_results_on_another_mesh_or_plain(world):
     assert local_map(lambda a: a + 1, [S(0)])(1) == 2
 
 
-def local_map_with_in_place_of_an_op_without_a_rule(world):
-    mesh = mesh_1d()
+def local_map_with_in_place_of_an_op_without_a_rule(world, line):
     x = data(1, 8, 4)
     normal = local_map(lambda a: (a - a.mean(-1, keep_dims=True)), [S(0)], ([S(0)],), redistribute_inputs=True)
     for place in (S(0), S(1), R):
         check_against_one_device(lambda a: (normal(a) ** 2).mean() if isinstance(a, DTensor) else
-                                 ((a - a.mean(-1, keep_dims=True)) ** 2).mean(), [x], [[place]], mesh, f"{place}")
+                                 ((a - a.mean(-1, keep_dims=True)) ** 2).mean(), [x], [[place]], line, f"{place}")
 
 
-def a_registered_sharding_is_used_and_taken_back(world):
-    mesh = mesh_1d()
+def a_registered_sharding_is_used_and_taken_back(world, line):
     x = data(1, 8, 6)
 
     class Flip(nn.Cell):
         def construct(self, t):
             return ops.flip(t, (1,))
     from ms_dtensor.ops.rules.names import PRIMITIVES
-    dx = distribute_tensor(x, mesh, [S(0)])
+    dx = distribute_tensor(x, line, [S(0)])
     if "ReverseV2" not in PRIMITIVES:
         refused(world, OpRuleError, "register_rule('ReverseV2'", lambda: Flip()(dx))
 
@@ -265,7 +259,7 @@ def a_registered_sharding_is_used_and_taken_back(world):
             out = Flip()(dx)
         assert out.placements == (S(0),)
         equal(out, Flip()(x))
-        equal(Flip()(distribute_tensor(x, mesh, [S(1)])), Flip()(x))
+        equal(Flip()(distribute_tensor(x, line, [S(1)])), Flip()(x))
         unregister_rule("ReverseV2")
         refused(world, OpRuleError, "no rule", lambda: Flip()(dx))
     with md.register_rule("AddExt", "P, P -> P", override=True, params="input other alpha"):

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from ms_dtensor import DTensor, distribute_module, distribute_tensor, replicate
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
-from tests.dist.operands import mesh_1d, mesh_2d
+from tests.dist.operands import mesh_1d
 from tests.dist.support import counted, equal, refusal
 from tests.tiers import sampled
 
@@ -94,11 +94,11 @@ def gradients(net, x):
 
 
 @case(world_size=4, timeout=240)
-def whichever_op_reads_a_parameter_its_bucket_gets_the_sum(world):
-    mesh, both = mesh_1d(4, "dp"), mesh_2d()
+def whichever_op_reads_a_parameter_its_bucket_gets_the_sum(world, grid):
+    mesh = mesh_1d(4, "dp")
     for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), 2)):
         want = one_device(make, x, mesh)
-        for axis, net in sampled(((mesh, filled(make())), (both["dp"], distribute_module(filled(make()), both["tp"]))), 2, shift):
+        for axis, net in sampled(((mesh, filled(make())), (grid["dp"], distribute_module(filled(make()), grid["tp"]))), 2, shift):
             net = replicate(net, mesh=axis)
             rows = np.array_split(x, axis.size())[axis.get_local_rank()]
             with counted() as count:

@@ -47,26 +47,24 @@ INDICES = (0, -1, slice(1, 4), slice(None, None, -2), (slice(None), 2), (Ellipsi
 
 
 @case(world_size=4, timeout=180)
-def getitem_as_numpy(world):
-    mesh = mesh_2d()
+def getitem_as_numpy(world, grid):
     for shift, placements in enumerate(layouts()):
-        x = placed(A, mesh, *placements)
+        x = placed(A, grid, *placements)
         for index in sampled(INDICES, 4, shift):
             equal(x[index], A[index], f"{placements} {index}")
-        ids = placed(np.array([3, 0, -1], np.int32), mesh, S(0), R)
+        ids = placed(np.array([3, 0, -1], np.int32), grid, S(0), R)
         equal(x[ids], A[[3, 0, -1]])
         equal(x[ids, ids], A[[3, 0, -1], [3, 0, -1]])
     partial = DTensor.from_local(Tensor(A), mesh_1d(), [P])
     equal(partial[1:3, [0, 2]], 4 * A[1:3][:, [0, 2]])
 
 
-def getitem_gradients(world):
-    mesh = mesh_2d()
+def getitem_gradients(world, grid):
     fns = (lambda x: (x[1:4] * x[1:4]).sum(), lambda x: (x[[0, 2, 0]] * x[[1, 1, 3]]).sum(),
            lambda x: (x[[0, 4], [1, 2]] ** 2).sum(), lambda x: (x[:, -1] * x[:, 0]).sum())
     for fn in fns:
         for placements in ([S(0), S(1)], [R, S(0)], [S(0), S(0)]):
-            check_against_one_device(fn, [Tensor(A)], [placements], mesh)
+            check_against_one_device(fn, [Tensor(A)], [placements], grid)
 
 
 def getitem_refusals_are_the_same_everywhere(world):
@@ -84,8 +82,7 @@ def getitem_refusals_are_the_same_everywhere(world):
 
 
 @case(world_size=4, timeout=180)
-def setitem_as_numpy(world):
-    mesh = mesh_2d()
+def setitem_as_numpy(world, grid):
     for shift, placements in enumerate(layouts()):
         for index in sampled(INDICES, 7, shift):
             if index is None or isinstance(index, tuple) and any(i is None for i in index):
@@ -93,7 +90,7 @@ def setitem_as_numpy(world):
             want = A.copy()
             region = want[index]
             want[index] = 7.5
-            x = placed(A, mesh, *placements)
+            x = placed(A, grid, *placements)
             x[index] = 7.5
             equal(x, want, f"{placements} {index} = scalar")
             for other in ([R, R], [S(0), R], [R, S(max(region.ndim - 1, 0))]):
@@ -101,13 +98,13 @@ def setitem_as_numpy(world):
                     continue
                 values = B.reshape(-1)[:region.size].reshape(region.shape)
                 want[index] = values
-                x = placed(A, mesh, *placements)
-                x[index] = placed(values, mesh, *other)
+                x = placed(A, grid, *placements)
+                x[index] = placed(values, grid, *other)
                 final = A.copy()
                 final[index] = values
                 equal(x, final, f"{placements} {index} = {other}")
-        row = placed(B[0], mesh, R, R)
-        x, want = placed(A, mesh, *placements), A.copy()
+        row = placed(B[0], grid, R, R)
+        x, want = placed(A, grid, *placements), A.copy()
         x[1:4] = row  # broadcast
         x[:, None, 2] = B[:, :1]  # a literal, one dim more
         want[1:4] = B[0]
@@ -119,8 +116,7 @@ def setitem_as_numpy(world):
         assert tuple(x.placements) == tuple(placements)
 
 
-def setitem_gradients(world):
-    mesh = mesh_2d()
+def setitem_gradients(world, grid):
 
     def fn(x, v):
         y = x * 1
@@ -135,7 +131,7 @@ def setitem_gradients(world):
     for f in (fn, by_index):
         want = A.copy()
         for px, pv in itertools.product(([S(0), S(1)], [R, S(0)], [S(1), R]), ([R, R], [S(1), R], [R, S(0)])):
-            v, grads = value_and_grad(f, (0, 1))(placed(want, mesh, *px), placed(B[:2], mesh, *pv))
+            v, grads = value_and_grad(f, (0, 1))(placed(want, grid, *px), placed(B[:2], grid, *pv))
             value, expected = _setitem_reference(f is fn)
             equal(v, np.float32(value), "value", rtol=1e-4)
             equal(grads, expected, f"{px} {pv}", 1e-4)
@@ -200,14 +196,13 @@ IN_PLACE = {
 
 
 @case(world_size=4, timeout=180)
-def in_place_ops_write(world):
+def in_place_ops_write(world, grid):
     """MindSpore on CPU: `x.add_(y)` leaves x as it was."""
-    mesh = mesh_2d()
     others = ([R, R], [S(0), S(1)], [S(1), R])
     for shift, ((name, (write, want)), placements) in enumerate(itertools.product(IN_PLACE.items(), layouts())):
         for other in sampled(others, 3, shift):
-            x = placed(A, mesh, *placements)
-            before, y = id(x), placed(B, mesh, *other)
+            x = placed(A, grid, *placements)
+            before, y = id(x), placed(B, grid, *other)
             out = write(x, y)
             assert out is x and id(x) == before, name
             assert tuple(x.placements) == tuple(placements), name
@@ -232,21 +227,20 @@ def in_place_on_parameters(world):
     equal(w, want)
 
 
-def in_place_keeps_the_placement_or_refuses(world):
-    mesh = mesh_1d()
-    partial = DTensor.from_local(Tensor(A), mesh, [P])
+def in_place_keeps_the_placement_or_refuses(world, line):
+    partial = DTensor.from_local(Tensor(A), line, [P])
     text = raises(OpRuleError, lambda: partial.add_(1.0))
     assert "placement" in text and "redistribute the target first" in text
     equal(partial, 4 * A)
     partial.mul_(2)
-    partial.add_(DTensor.from_local(Tensor(B), mesh, [P]))
+    partial.add_(DTensor.from_local(Tensor(B), line, [P]))
     assert partial.placements == (P,)
     equal(partial, 8 * A + 4 * B)
     raises(OpRuleError, lambda: partial.exp_())
-    x = placed(A, mesh, S(0))
-    x.add_(DTensor.from_local(Tensor(B), mesh, [P]))
+    x = placed(A, line, S(0))
+    x.add_(DTensor.from_local(Tensor(B), line, [P]))
     equal(x, A + 4 * B)
-    raises(OpRuleError, lambda: placed(A[0], mesh, S(0)).add_(x))  # would have to grow
+    raises(OpRuleError, lambda: placed(A[0], line, S(0)).add_(x))  # would have to grow
     raises(MixedOperandError, lambda: x.add_(Tensor(B)))
     raises(MixedOperandError, lambda: Tensor(B).add_(x))
 
@@ -328,20 +322,19 @@ def a_write_through_a_view_reaches_the_original_or_raises(world):
     assert through > len(sampled(range(60), 2)), through
 
 
-def a_write_to_the_original_reaches_views_or_raises(world):
-    mesh = mesh_1d()
-    x = placed(A, mesh, S(0))
+def a_write_to_the_original_reaches_views_or_raises(world, line):
+    x = placed(A, line, S(0))
     y = x[1:3]  # gathered: a copy here, a view on one device
     raises(OpRuleError, lambda: x.zero_())
     raises(OpRuleError, lambda: x.__setitem__(0, 0.0))
     del y
     x.zero_()  # nobody can see the difference any more
     equal(x, 0 * A)
-    x = placed(A, mesh, S(0))
+    x = placed(A, line, S(0))
     y = x.reshape((5, 2, 3))
     x.mul_(2)
     equal(y, 2 * A.reshape(5, 2, 3))
-    x = placed(A, mesh, R)
+    x = placed(A, line, R)
     y = x.redistribute(placements=[S(0)])
     y.zero_()
     equal(x, A, "a redistributed tensor is its own")
@@ -351,7 +344,7 @@ def a_write_to_the_original_reaches_views_or_raises(world):
         b = a[:, 1:3]
         b.zero_()
         return a.sum()
-    raises(OpRuleError, lambda: value_and_grad(fn, 0)(placed(A, mesh, S(0))))
+    raises(OpRuleError, lambda: value_and_grad(fn, 0)(placed(A, line, S(0))))
 
 
 # -- Python's and NumPy's protocols ---------------------------------------------------------------------------------
@@ -440,10 +433,9 @@ def lists_of_tensors_are_seen(world):
         equal(got, want)
 
 
-def copies_and_pickles(world):
-    mesh = mesh_2d()
-    x = placed(A, mesh, S(0), S(1))
-    w = Parameter(placed(A, mesh, S(0), R), name="w", requires_grad=False)
+def copies_and_pickles(world, grid):
+    x = placed(A, grid, S(0), S(1))
+    w = Parameter(placed(A, grid, S(0), R), name="w", requires_grad=False)
     for one in (x, w):
         for again in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert isinstance(again, DTensor) and again.layout is one.layout

@@ -15,7 +15,7 @@ from ms_dtensor import DTensor, checkpoint, comm, optim
 from ms_dtensor.errors import CheckpointError
 from tests.cases import case
 from tests.checkpoint.programs import BY_RANKS, Net
-from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import P, R, S, data, mesh_1d, placed
 from tests.dist.support import array, counted, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -102,11 +102,11 @@ def every_optimizer_comes_back_bit_for_bit(world):
 
 
 @case(world_size=4, timeout=120)
-def bytes_are_written_once_evenly_and_only_those_needed_are_read(world):
-    root, mesh = shared_folder(), mesh_2d()
+def bytes_are_written_once_evenly_and_only_those_needed_are_read(world, grid):
+    root = shared_folder()
     value = np.random.default_rng(1).normal(size=(4096, 1024)).astype(np.float32)  # 16 MiB
     layouts = {"whole": [R, R], "rows": [S(0), R], "rows twice": [S(0), S(0)], "columns": [R, S(1)]}
-    state = {name: placed(Tensor(value), mesh, *lay) for name, lay in layouts.items()}
+    state = {name: placed(Tensor(value), grid, *lay) for name, lay in layouts.items()}
     with counted() as count:
         checkpoint.save(state, root / "a")
     assert set(count) == {("all_gather_object", "forward")}, "nothing but words is sent"
@@ -114,7 +114,7 @@ def bytes_are_written_once_evenly_and_only_those_needed_are_read(world):
     assert len(sizes) == 4 and sum(sizes) < 4 * value.nbytes + 4 * 4096 and max(sizes) < 1.02 * min(sizes), sizes
     from ms_dtensor.checkpoint.loading import _compared, _read
     for name, lay, share in (("whole", [S(0), S(0)], 4), ("columns", [R, S(0)], 2), ("rows", [S(0), S(0)], 4)):
-        target = {name: md.zeros(4096, 1024, device_mesh=mesh, placements=lay)}
+        target = {name: md.zeros(4096, 1024, device_mesh=grid, placements=lay)}
         held, reader, found = _compared(target, root / "a", False, None, False)
         with reader:
             _read(held, reader, found.tensors)
@@ -192,13 +192,13 @@ def ranks_whose_keys_come_in_another_order_save_and_load_one_state(world):
 
 
 @case(world_size=4, timeout=120)
-def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world):
+def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world, grid):
     """tp on mesh["tp"] of a 2x2 mesh, nothing on dp."""
     from ms_dtensor import fully_shard, parallelize_module
     from tests.checkpoint.programs import STYLES, fill, program
-    root, mesh = shared_folder(), mesh_2d()
+    root = shared_folder()
     net = Net(1)
-    parallelize_module(net, mesh["tp"], STYLES)
+    parallelize_module(net, grid["tp"], STYLES)
     optimizer = optim.AdamW(net.trainable_params(), 0.1)
     state = {"model": net, "optimizer": optimizer, "step": 3}
     fill({"model": net, "optimizer": optimizer, "step": 0, "words": ["", {"deep": 0.0}]})
@@ -213,9 +213,9 @@ def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world):
             assert sum(t.nbytes for t in reader.index.tensors.values()) == sum(v.nbytes for v in want.values())
             assert reader.index.file_count() == 4, "all ranks write a share"
     other = Net(2)  # onto one mesh of all ranks, and back onto meshes of their own
-    parallelize_module(other, mesh["tp"], STYLES)
+    parallelize_module(other, grid["tp"], STYLES)
     for cell in (other.up, other.down, other):
-        fully_shard(cell, mesh=mesh["dp"])
+        fully_shard(cell, mesh=grid["dp"])
     into = {"model": other, "optimizer": optim.AdamW(other.trainable_params(), 0.1), "step": 0}
     checkpoint.load(into, root / "a")
     assert all(values(into)[0][key].tobytes() == value.tobytes() for key, value in want.items())

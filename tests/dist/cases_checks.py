@@ -57,30 +57,29 @@ def a_false_claim_of_replicas_is_found_inside_checks(world):
         local_map(lambda a: a * world.rank, [S(0), S(1)], ([S(0), S(1)],))(dx)
 
 
-def from_local_inside_checks_compares_replicas(world):
-    mesh = mesh_2d()
+def from_local_inside_checks_compares_replicas(world, grid):
     mine = data(world.rank, 4, 2)
     for placements, axis in (([R, R], "dp"), ([S(0), R], "tp"), ([R, P], "dp"), ({"tp": S(1)}, "dp")):
-        DTensor.from_local(mine, mesh, placements)
+        DTensor.from_local(mine, grid, placements)
         try:
             with checks():
-                DTensor.from_local(mine, mesh, placements)
+                DTensor.from_local(mine, grid, placements)
         except LayoutError as e:
             assert f"'{axis}'" in str(e), e
             same_on_all_ranks(world, str(e))
         else:
             raise AssertionError("believed")
     with checks(), counted() as count:
-        DTensor.from_local(mine, mesh, [S(0), P])
-        assert DTensor.from_local(data(1, 4, 2), mesh, [R, R]).layout.is_replicated()
+        DTensor.from_local(mine, grid, [S(0), P])
+        assert DTensor.from_local(data(1, 4, 2), grid, [R, R]).layout.is_replicated()
         for kind in (ms.float16, ms.bfloat16, ms.int32, ms.bool_):
-            DTensor.from_local(data(1, 4, 2).astype(kind), mesh, [R, R])
-        value_and_grad(lambda t: DTensor.from_local(t * 2, mesh, [R, R]).sum(), 0)(data(1, 4, 2))
+            DTensor.from_local(data(1, 4, 2).astype(kind), grid, [R, R])
+        value_and_grad(lambda t: DTensor.from_local(t * 2, grid, [R, R]).sum(), 0)(data(1, 4, 2))
     assert count == {("all_gather_object", "forward"): 6 + 7}, count  # what replicas hold, and all shards' shapes
     for kind in (ms.float16, ms.bfloat16, ms.int32, ms.bool_):
         try:
             with checks():
-                DTensor.from_local((mine > 0) if kind is ms.bool_ else (mine * 3).astype(kind), mesh, [R, R])
+                DTensor.from_local((mine > 0) if kind is ms.bool_ else (mine * 3).astype(kind), grid, [R, R])
         except LayoutError as e:
             same_on_all_ranks(world, str(e))
         else:

@@ -14,7 +14,7 @@ from ms_dtensor import DTensor, Layout, comm, distribute_tensor, value_and_grad
 from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
-from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import P, R, S, data, mesh_1d, placed
 from tests.dist.support import array, check_against_one_device, counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.test_shard_kinds import Backwards
 from tests.tiers import sampled
@@ -25,25 +25,23 @@ def _layouts(ndim: int):
     return list(itertools.product(options, repeat=2))
 
 
-def redistribute_every_pair_value_and_gradient(world):
-    mesh = mesh_2d()
+def redistribute_every_pair_value_and_gradient(world, grid):
     for shift, shape in enumerate(((4, 6), (5, 3))):
         x = data(1, *shape)
         weight = data(2, *shape)
         for src, dst in sampled(itertools.product(_layouts(2), repeat=2), 2, shift):
-            dx = placed(x, mesh, *src)
-            dw = placed(weight, mesh, *dst)
+            dx = placed(x, grid, *src)
+            dw = placed(weight, grid, *dst)
             value, grad = value_and_grad(lambda t, dst=dst, dw=dw: (t.redistribute(placements=dst) * dw).sum(), 0)(dx)
             equal(dx.redistribute(placements=dst), x, f"{src}->{dst}")
             equal(value, (x * weight).sum(), f"{src}->{dst} value")
             equal(grad, weight, f"{src}->{dst} gradient")
 
 
-def partial_sources_reduce_and_their_gradient_is_whole(world):
-    mesh = mesh_2d()
+def partial_sources_reduce_and_their_gradient_is_whole(world, grid):
     for shift, shape in enumerate(((4, 6), (5, 3))):
         for axes, dst in sampled(itertools.product(((P, R), (R, P), (P, P), (P, S(0)), (S(1), P)), _layouts(2)), 2, shift):
-            layout = Layout(mesh, axes, shape)
+            layout = Layout(grid, axes, shape)
             locals_ = [data(10 + r, *shape).asnumpy() for r in range(4)]
             whole = np.zeros(shape, np.float32)
             for at in np.ndindex(2, 2):
@@ -51,24 +49,23 @@ def partial_sources_reduce_and_their_gradient_is_whole(world):
                 if all(at[a] == 0 or not p.is_replicate() for a, p in enumerate(axes)):
                     whole[box] += locals_[at[0] * 2 + at[1]][box]
             # replicated axes must hold equal data: take the data of coordinate 0 there
-            owner = tuple(0 if axes[a].is_replicate() else c for a, c in enumerate(mesh.get_coordinate()))
+            owner = tuple(0 if axes[a].is_replicate() else c for a, c in enumerate(grid.get_coordinate()))
             box = tuple(slice(a, b) for a, b in layout.local_box(owner))
             mine = Tensor(locals_[owner[0] * 2 + owner[1]][box].copy())
-            x = DTensor.from_local(mine, mesh, axes, shape=shape)
+            x = DTensor.from_local(mine, grid, axes, shape=shape)
             w = data(3, *shape)
             equal(x.redistribute(placements=dst), whole, f"{axes}->{dst}")
-            dw = placed(w, mesh, *dst)
+            dw = placed(w, grid, *dst)
             _, grad = value_and_grad(lambda t, dst=dst, dw=dw: (t.redistribute(placements=dst) * dw).sum(), 0)(x)
             equal(grad, w, f"{axes}->{dst} gradient")
 
 
-def other_meshes_are_ordinary_targets(world):
-    a = mesh_2d()
+def other_meshes_are_ordinary_targets(world, grid):
     b = mesh_1d(4, "x")
     from ms_dtensor import DeviceMesh
     c = DeviceMesh("cpu", [3, 1], mesh_dim_names=("y",))
     x = data(5, 7, 6)
-    dx = placed(x, a, S(0), S(1))
+    dx = placed(x, grid, S(0), S(1))
     equal(dx.redistribute(b, [S(0)]), x)
     on_c = dx.redistribute(c, [S(1)])
     if world.rank in (1, 3):
@@ -87,17 +84,16 @@ def _mlp(x, w1, w2, g):
 _MLP = [(8, 5, 12), (16, 12), (12, 16), (12,)]
 
 
-def gradients_of_an_mlp_equal_one_device_in_every_layout(world):
-    mesh = mesh_2d()
+def gradients_of_an_mlp_equal_one_device_in_every_layout(world, grid):
     tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
     for x, w1, w2 in sampled(itertools.product(  # 5: no divisor of the 24, so that each way meets each other
             [(S(0), S(1)), (S(0), R), (R, R), (R, S(2))], [(R, S(0)), (S(1), R), (R, R)], [(R, S(1)), (S(0), S(1))]), 5):
-        check_against_one_device(_mlp, tensors, [x, w1, w2, (R, R)], mesh, f"{x} {w1} {w2}")
+        check_against_one_device(_mlp, tensors, [x, w1, w2, (R, R)], grid, f"{x} {w1} {w2}")
 
 
-def shards_cut_in_a_made_up_way_train_as_one_device(world):
+def shards_cut_in_a_made_up_way_train_as_one_device(world, grid):
     """Existing rules keep that way; it costs nothing where operands agree, and moves are right where they do not."""
-    mesh, cut = mesh_2d(), Backwards
+    cut = Backwards
 
     def step(x, w, b):
         y = mint.transpose(mint.matmul(x, w) + b, 0, 1)
@@ -105,19 +101,18 @@ def shards_cut_in_a_made_up_way_train_as_one_device(world):
     tensors = [data(20 + i, *s) for i, s in enumerate([(5, 7), (7, 3), (5, 3)])]
     for layouts in sampled(itertools.product([(cut(0), R), (S(0), cut(1)), (cut(0), cut(0))], [(R, R), (R, cut(0)), (cut(1), R)],
                                              [(cut(0), R), (R, S(1))]), 5):
-        check_against_one_device(step, tensors, layouts, mesh, str(layouts))
+        check_against_one_device(step, tensors, layouts, grid, str(layouts))
     count = check_against_one_device(lambda x, w, b: ((x @ w + b) ** 2).sum(), tensors, [(cut(0), R), (R, cut(1)),
-                                                                                        (cut(0), cut(1))], mesh)
+                                                                                        (cut(0), cut(1))], grid)
     assert count == {("all_reduce", "backward"): 2}, count  # of x on tp and w on dp
-    x = placed(tensors[0], mesh, cut(0), R)
+    x = placed(tensors[0], grid, cut(0), R)
     for dst in itertools.product([R, S(0), cut(0), cut(1)], repeat=2):
         equal(x.redistribute(placements=dst), tensors[0], str(dst))
         assert x.redistribute(placements=dst).placements == dst
 
 
-def a_flipped_face_is_seen(world):
+def a_flipped_face_is_seen(world, grid):
     """The mutation the gradient table must not survive: own face treated as same face."""
-    mesh = mesh_2d()
     tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
     layouts = [(S(0), R), (R, S(0)), (R, S(1)), (R, R)]
     real = planning.choose
@@ -128,19 +123,18 @@ def a_flipped_face_is_seen(world):
     clear_cache()
     planning.choose = flipped
     try:
-        assert "gradient" in refusal(lambda: check_against_one_device(_mlp, tensors, layouts, mesh), AssertionError)
+        assert "gradient" in refusal(lambda: check_against_one_device(_mlp, tensors, layouts, grid), AssertionError)
     finally:
         planning.choose = real
         clear_cache()
 
 
-def successive_steps_and_idle_forwards_keep_gradients(world):
-    mesh = mesh_2d()
+def successive_steps_and_idle_forwards_keep_gradients(world, grid):
     tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
     _, wanted = ms.value_and_grad(_mlp, (1, 2, 3))(*tensors)
-    dx = placed(tensors[0], mesh, S(0), S(1))
+    dx = placed(tensors[0], grid, S(0), S(1))
     layouts = [(R, S(0)), (R, S(1)), (R, R)]
-    params = [Parameter(placed(t, mesh, *p), name=f"p{i}")
+    params = [Parameter(placed(t, grid, *p), name=f"p{i}")
               for i, (t, p) in enumerate(zip(tensors[1:], layouts))]
 
     def loss(x):
@@ -155,8 +149,7 @@ def successive_steps_and_idle_forwards_keep_gradients(world):
             equal(g, w, f"round {round_} {p.name}")
 
 
-def recompute_gives_the_same_gradients(world):
-    mesh = mesh_2d()
+def recompute_gives_the_same_gradients(world, grid):
 
     class Block(nn.Cell):
         def __init__(self, params):
@@ -171,8 +164,8 @@ def recompute_gives_the_same_gradients(world):
     def plain(x, *w):
         return (Block.construct(type("B", (), dict(zip(("w1", "w2", "g"), w)))(), x * 2) ** 2).mean()
     _, wanted = ms.value_and_grad(plain, (0, 1, 2, 3))(*tensors)
-    dx = placed(tensors[0], mesh, S(0), S(1))
-    params = [Parameter(placed(t, mesh, *p), name=f"p{i}")
+    dx = placed(tensors[0], grid, S(0), S(1))
+    params = [Parameter(placed(t, grid, *p), name=f"p{i}")
               for i, (t, p) in enumerate(zip(tensors[1:], [(R, S(0)), (R, S(1)), (R, R)]))]
     block = Block(params)
     got = value_and_grad(lambda x: (ms.recompute(block, x * 2) ** 2).mean(), 0, params)(dx)[1]
@@ -180,20 +173,18 @@ def recompute_gives_the_same_gradients(world):
     equal(got[1], wanted[1:], "parameter")
 
 
-def readers_of_one_activation_share_one_reduction(world):
-    mesh = mesh_1d()
+def readers_of_one_activation_share_one_reduction(world, line):
     tensors = [data(30, 4, 8), *(data(31 + i, 12, 8) for i in range(3))]
 
     def qkv(x, *weights):
         x = x * 2
         q, k, v = ((mint.nn.functional.linear(x, w) ** 2).sum() for w in weights)
         return q + k + v
-    count = check_against_one_device(qkv, tensors, [[R], [S(0)], [S(0)], [S(0)]], mesh)
+    count = check_against_one_device(qkv, tensors, [[R], [S(0)], [S(0)], [S(0)]], line)
     assert count == {("all_reduce", "backward"): 1}, count
 
 
-def gathered_activations_reduce_scatter_back(world):
-    mesh = mesh_1d()
+def gathered_activations_reduce_scatter_back(world, line):
     tensors = [data(30, 8, 8), *(data(31 + i, 12, 8) for i in range(3))]
 
     def qkv(x, *weights):
@@ -201,12 +192,11 @@ def gathered_activations_reduce_scatter_back(world):
         x = x.redistribute(placements=[R]) if isinstance(x, DTensor) else x
         q, k, v = ((mint.nn.functional.linear(x, w) ** 2).sum() for w in weights)
         return q + k + v
-    count = check_against_one_device(qkv, tensors, [[S(0)], [S(0)], [S(0)], [S(0)]], mesh)
+    count = check_against_one_device(qkv, tensors, [[S(0)], [S(0)], [S(0)], [S(0)]], line)
     assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
 
 
-def readers_that_reshape_share_it_too(world):
-    mesh = mesh_1d()
+def readers_that_reshape_share_it_too(world, line):
     tensors = [data(30, 2, 4, 8), *(data(31 + i, 12, 8) for i in range(3))]
 
     def qkv(gathered):
@@ -218,56 +208,51 @@ def readers_that_reshape_share_it_too(world):
             q, k, v = ((f ** 2).sum() for f in flat)
             return q + k + v
         return fn
-    count = check_against_one_device(qkv(False), tensors, [[R], [S(0)], [S(0)], [S(0)]], mesh)
+    count = check_against_one_device(qkv(False), tensors, [[R], [S(0)], [S(0)], [S(0)]], line)
     assert count == {("all_reduce", "backward"): 1}, count
-    count = check_against_one_device(qkv(True), tensors, [[S(1)], [S(0)], [S(0)], [S(0)]], mesh)
+    count = check_against_one_device(qkv(True), tensors, [[S(1)], [S(0)], [S(0)], [S(0)]], line)
     assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
 
 
-def a_leaf_used_twice_gets_both_gradients(world):
-    mesh = mesh_2d()
+def a_leaf_used_twice_gets_both_gradients(world, grid):
     tensors = [data(40, 6, 8), data(41, 8, 8)]
 
     def twice(x, w):
         return (mint.matmul(mint.nn.functional.silu(mint.matmul(x, w)), w) ** 2).mean()
-    check_against_one_device(twice, tensors, [(S(0), R), (R, R)], mesh)
+    check_against_one_device(twice, tensors, [(S(0), R), (R, R)], grid)
 
 
-def maximum_over_shards_keeps_its_gradient(world):
-    mesh = mesh_2d()
+def maximum_over_shards_keeps_its_gradient(world, grid):
     x = data(50, 5, 7)
-    check_against_one_device(lambda t: (ops.amax(t, 1, True) * t).sum(), [x], [(S(0), S(1))], mesh)
-    check_against_one_device(lambda t: mint.max(t), [x], [(S(0), S(1))], mesh)
+    check_against_one_device(lambda t: (ops.amax(t, 1, True) * t).sum(), [x], [(S(0), S(1))], grid)
+    check_against_one_device(lambda t: mint.max(t), [x], [(S(0), S(1))], grid)
 
 
-def losses_of_any_layout_are_seeded_right(world):
-    mesh = mesh_1d()
+def losses_of_any_layout_are_seeded_right(world, line):
     x = data(60, 6, 4)
-    dx = placed(x, mesh, S(0))
+    dx = placed(x, line, S(0))
     for fn in (lambda t: (t * t).sum(), lambda t: (t * t).mean(), lambda t: (t * t).sum(1), lambda t: mint.max(t)):
         grad = value_and_grad(fn, 0)(dx)[1]
         equal(grad, ms.grad(fn)(x))
 
 
-def scalars_are_global_on_all_ranks(world):
-    mesh = mesh_2d()
+def scalars_are_global_on_all_ranks(world, grid):
     x = Tensor(np.arange(24, dtype=np.float32).reshape(6, 4))
-    dx = placed(x, mesh, S(0), S(1))
+    dx = placed(x, grid, S(0), S(1))
     assert dx.sum().item() == 276.0 and float(dx.max()) == 23.0 and dx.mean().item() == 11.5
     assert bool((dx > 20).any()) and not bool((dx > 23).any()) and not bool((dx > 0).all())
     assert int(mint.sum(dx)) == 276 and f"{dx.sum():.1f}" == "276.0"
-    one = placed(Tensor(np.float32([7])), mesh, S(0), R)
+    one = placed(Tensor(np.float32([7])), grid, S(0), R)
     assert one.item() == 7.0
     for wrong in (lambda: dx.asnumpy(), lambda: dx.tolist(), lambda: np.asarray(dx), lambda: dx.item()):
         refused_alike(world, wrong)
 
 
-def indexing_is_global(world):
-    mesh = mesh_2d()
+def indexing_is_global(world, grid):
     x = data(70, 6, 5, 4)
     n = x.asnumpy()
     for placements in ((S(0), S(1)), (S(2), R), (R, S(0))):
-        dx = placed(x, mesh, *placements)
+        dx = placed(x, grid, *placements)
         for index in (0, -1, (slice(1, 4),), (slice(None), 2), (..., 1), (slice(None, None, 2), ..., slice(1, 3)),
                       (None, 3), (2, slice(None), None), ([0, 4, 1],)):
             equal(dx[index], n[index], f"{placements} {index}")
@@ -275,31 +260,28 @@ def indexing_is_global(world):
         refusal(lambda: dx[6], IndexError)
 
 
-def lookups_in_a_sharded_table_are_masked(world):
-    mesh = mesh_2d()
+def lookups_in_a_sharded_table_are_masked(world, grid):
     ids = Tensor(np.array([[0, 6, 3], [2, 2, 5]], np.int32))
     table = data(71, 7, 4)
-    d_ids = placed(ids, mesh, S(0), R)
+    d_ids = placed(ids, grid, S(0), R)
     for placements in ((R, S(0)), (R, S(1)), (S(0), S(0)), (R, R)):
-        d_table = placed(table, mesh, *placements)
+        d_table = placed(table, grid, *placements)
         got = value_and_grad(lambda t: (ops.gather(t, d_ids, 0) ** 2).sum(), 0)(d_table)
         want = ms.value_and_grad(lambda t: (ops.gather(t, ids, 0) ** 2).sum(), 0)(table)
         equal(got, want, str(placements))
 
 
-def whose_data_is_the_truth(world):
-    mesh = mesh_2d()
+def whose_data_is_the_truth(world, grid):
     mine = data(80 + world.rank, 5, 4)
-    equal(distribute_tensor(mine, mesh, [S(0), R]), data(80, 5, 4), "coordinate 0's")
+    equal(distribute_tensor(mine, grid, [S(0), R]), data(80, 5, 4), "coordinate 0's")
     with counted({}):
-        own = placed(mine, mesh, S(0), R)
+        own = placed(mine, grid, S(0), R)
     lo, hi = own.layout.local_box()[0]
     equal(own.to_local(), mine.asnumpy()[lo:hi], "its own")
 
 
-def refusals_read_alike_and_lose_nothing(world):
-    mesh = mesh_2d()
-    x = placed(data(100, 4, 4), mesh, S(0), R)
+def refusals_read_alike_and_lose_nothing(world, grid):
+    x = placed(data(100, 4, 4), grid, S(0), R)
     plain = data(101, 4, 4)
     cases = [
         (MixedOperandError, lambda: x + plain), (MixedOperandError, lambda: plain + x),
@@ -307,9 +289,9 @@ def refusals_read_alike_and_lose_nothing(world):
         (LayoutError, lambda: x.redistribute(placements=[S(0)])),
         (LayoutError, lambda: x.redistribute(placements=[S(2), R])),
         (RedistributeError, lambda: x.redistribute(placements=[P, R])),
-        (LayoutError, lambda: distribute_tensor(plain, mesh, [P, R])),
-        (LayoutError, lambda: distribute_tensor(plain, mesh, ("dp", "dp"))),
-        (LayoutError, lambda: DTensor.from_local(x, mesh)),
+        (LayoutError, lambda: distribute_tensor(plain, grid, [P, R])),
+        (LayoutError, lambda: distribute_tensor(plain, grid, ("dp", "dp"))),
+        (LayoutError, lambda: DTensor.from_local(x, grid)),
         (OpRuleError, lambda: x.reshape(3, 5)),
     ]
     with counted({}):
@@ -326,10 +308,9 @@ def refusals_read_alike_and_lose_nothing(world):
     equal(x + x, data(100, 4, 4) * 2, "still usable")
 
 
-def plain_tensors_mix_in_only_when_told(world):
-    mesh = mesh_2d()
+def plain_tensors_mix_in_only_when_told(world, grid):
     x, w = data(110, 4, 6), data(111, 6)
-    dx = placed(x, mesh, S(0), S(1))
+    dx = placed(x, grid, S(0), S(1))
     with md.implicit_replication():
         equal(dx * w, x * w)
         equal(w * dx, x * w)
@@ -337,9 +318,8 @@ def plain_tensors_mix_in_only_when_told(world):
     equal(np.float32(2) * dx, x * 2)
 
 
-def implicit_communication_can_be_forbidden(world):
-    mesh = mesh_1d()
-    x = placed(data(120, 8, 8), mesh, S(1))
+def implicit_communication_can_be_forbidden(world, line):
+    x = placed(data(120, 8, 8), line, S(1))
     equal(mint.softmax(x, -1), mint.softmax(data(120, 8, 8), -1))
     with md.redistribution_policy("explicit"), counted() as count:
         text = refusal(lambda: mint.softmax(x, -1), ImplicitCommError)
@@ -348,9 +328,8 @@ def implicit_communication_can_be_forbidden(world):
     same_on_all_ranks(world, text)
 
 
-def parameters_are_parameters(world):
-    mesh = mesh_2d()
-    p = Parameter(placed(data(130, 6, 4), mesh, R, S(0)), name="w", requires_grad=True)
+def parameters_are_parameters(world, grid):
+    p = Parameter(placed(data(130, 6, 4), grid, R, S(0)), name="w", requires_grad=True)
     assert isinstance(p, DTensor) and isinstance(p, Parameter) and p.name == "w" and p.shape == (6, 4)
     assert p.local_shape == (3, 4) and "f32[6@tp, 4]" in repr(p)
     import copy
@@ -360,30 +339,28 @@ def parameters_are_parameters(world):
         equal(twin, array(p))
 
 
-def to_local_gives_and_takes_in_the_right_layout(world):
-    mesh = mesh_1d()
+def to_local_gives_and_takes_in_the_right_layout(world, line):
     x = data(140, 8, 4)
 
     def through_local(t):
         local = t.to_local(grad_placements=[P]) if isinstance(t, DTensor) else t
         # each rank uses the replicated value for other rows: its cotangent is partial
         if isinstance(t, DTensor):
-            rows = mint.narrow(local, 0, 2 * mesh.get_rank(), 2)
-            return DTensor.from_local((rows * rows).sum().reshape(1), mesh, [S(0)]).sum()
+            rows = mint.narrow(local, 0, 2 * line.get_rank(), 2)
+            return DTensor.from_local((rows * rows).sum().reshape(1), line, [S(0)]).sum()
         return (local * local).sum()
-    dx = placed(x, mesh, R)
+    dx = placed(x, line, R)
     value, grad = value_and_grad(lambda t: through_local(t * 1.0), 0)(dx)
     equal(value, (x * x).sum())
     equal(grad, x * 2)
 
 
-def nothing_outlives_a_step(world):
+def nothing_outlives_a_step(world, line):
     """Memo entries hold no cycle that keeps activations alive."""
     import gc
     import weakref
-    mesh = mesh_1d()
-    x = placed(data(150, 8, 8), mesh, R)
-    w = placed(data(151, 8, 8), mesh, S(0))
+    x = placed(data(150, 8, 8), line, R)
+    w = placed(data(151, 8, 8), line, S(0))
     seen = []
 
     def loss(t):

@@ -20,14 +20,13 @@ from ms_dtensor.redistribute.plan import plan
 from ms_dtensor.tools import host, machine
 from tests.cases import case
 from tests.debug import dry_programs
-from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d
+from tests.dist.operands import Built, P, R, S, data
 from tests.dist.support import same_on_all_ranks
 from tests.tiers import sampled
 
 
-def a_step_is_counted_alike_on_all_ranks(world):
-    mesh = mesh_1d()
-    args = [md.distribute_tensor(t, mesh, [p], src_data_rank=None)
+def a_step_is_counted_alike_on_all_ranks(world, line):
+    args = [md.distribute_tensor(t, line, [p], src_data_rank=None)
             for t, p in ((data(1, 4, 8), R), (data(2, 8, 16), S(1)), (data(3, 16, 8), S(0)))]
 
     def loss(x, up, down):
@@ -73,11 +72,10 @@ class _Net(nn.Cell):
         return x
 
 
-def each_cell_is_charged_with_its_own_communication(world):
-    mesh = mesh_2d()
-    x = data(3 + mesh.get_local_rank("dp"), 2, 8)  # this rank's rows
+def each_cell_is_charged_with_its_own_communication(world, grid):
+    x = data(3 + grid.get_local_rank("dp"), 2, 8)  # this rank's rows
     plan_ = {"layers.*.wq": ColwiseParallel(), "layers.*.wo": md.RowwiseParallel(use_local_output=False)}
-    net = replicate(md.parallelize_module(_Net(), mesh["tp"], plan_), mesh=mesh["dp"])
+    net = replicate(md.parallelize_module(_Net(), grid["tp"], plan_), mesh=grid["dp"])
     net(x)  # makes what is made once
     with comm.record() as plainly:
         value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(x)
@@ -98,16 +96,15 @@ def each_cell_is_charged_with_its_own_communication(world):
     assert mode.get_sharding_info()["layers.1.wo.weight"] == (R, S(1))
 
 
-def every_plan_sends_the_collectives_it_promises(world):
-    mesh = mesh_2d()
+def every_plan_sends_the_collectives_it_promises(world, grid):
     shape = (8, 4)
     options = [R, S(0), S(1)]
     for src, dst in itertools.product(itertools.product([*options, P], repeat=2), itertools.product(options, repeat=2)):
-        a, b = Layout(mesh, src, shape), Layout(mesh, dst, shape)
+        a, b = Layout(grid, src, shape), Layout(grid, dst, shape)
         x = data(1, *a.local_shape())
         moves = plan(a, b)
         with CommDebugMode() as mode:
-            DTensor.from_local(x, mesh, src, shape=shape).redistribute(placements=dst)
+            DTensor.from_local(x, grid, src, shape=shape).redistribute(placements=dst)
         # a rank without part in an exchange still calls it; cuts send nothing
         assert [e.op for e in mode.events] == [m.kind for m in moves if m.kind != "cut"], (src, dst, moves)
         for e, m in zip(mode.events, (m for m in moves if m.kind != "cut")):
@@ -116,14 +113,13 @@ def every_plan_sends_the_collectives_it_promises(world):
     assert comm.current_world() is not None
 
 
-def axis_orders_and_helpers_arrive(world):
+def axis_orders_and_helpers_arrive(world, grid):
     """Plans that use replicated axes as helpers, other axis orders and sums that stay partial, on real ranks."""
-    mesh = mesh_2d()
     shape = (513, 129)  # large enough that bytes decide
     whole = np.random.default_rng(5).normal(size=shape).astype(np.float32)
-    here = mesh.get_coordinate()
+    here = grid.get_coordinate()
     def placed(*pairs):
-        return [Layout(mesh, p, shape, order=order) for p, order in pairs]
+        return [Layout(grid, p, shape, order=order) for p, order in pairs]
     ab, ba = (0, 1), (1, 0)
     sources = placed(([P, R], ab), ([R, P], ab), ([P, P], ab), ([S(0), S(0)], ab), ([S(0), S(0)], ba), ([S(0), P], ab))
     targets = placed(([R, R], ab), ([S(0), S(0)], ba), ([S(1), R], ab), ([S(1), S(1)], ab), ([S(1), S(0)], ab),

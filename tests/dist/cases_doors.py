@@ -17,10 +17,10 @@ from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 
-def few_logits_stay_sharded_in_a_loss(world):
-    mesh, weight = mesh_1d(), Tensor(np.float32([0.5, 1, 2, 1.5]))
+def few_logits_stay_sharded_in_a_loss(world, line):
+    weight = Tensor(np.float32([0.5, 1, 2, 1.5]))
     x, y = data(1, 8, 4) * 3, Tensor(np.array([0, 3, 1, 1, 2, -1, 0, -1], np.int32))
-    dx = distribute_tensor(x, mesh, [S(1)])
+    dx = distribute_tensor(x, line, [S(1)])
     fns = (ops.cross_entropy, mint.nn.functional.cross_entropy)
     options = ({}, {"label_smoothing": 0.1}, {"weight": weight}, {"weight": weight, "label_smoothing": 0.1})
     for shift, (reduction, more) in enumerate(itertools.product(("none", "mean", "sum"), options)):
@@ -39,9 +39,9 @@ def few_logits_stay_sharded_in_a_loss(world):
         assert "inside loss_parallel()" in refusal(lambda: mint.sort(dx, dim=1), ImplicitCommError)
 
 
-def numpy_on_the_left_is_a_number_or_refused(world):
-    mesh, x = mesh_1d(), data(2, 6, 3)
-    dx, whole = distribute_tensor(x, mesh, [S(0)]), x.asnumpy()
+def numpy_on_the_left_is_a_number_or_refused(world, line):
+    x = data(2, 6, 3)
+    dx, whole = distribute_tensor(x, line, [S(0)]), x.asnumpy()
     names = "add sub mul truediv floordiv mod pow eq ne lt le gt ge"
     for name in names.split():
         fn = getattr(operator, name)
@@ -95,29 +95,28 @@ def handles_of_moved_hooks_remove_them(world):
             equal(got[1], want[1], f"{bucket} bias")
 
 
-def a_wrong_shard_is_told_by_all_ranks(world):
-    mesh = mesh_1d()
+def a_wrong_shard_is_told_by_all_ranks(world, line):
     wrong = data(6, 3 if world.rank == 2 else 2, 3)
     flat = data(6, 3) if world.rank == 2 else data(6, 2, 3)
     half = data(6, 2, 3).astype(ms.float16 if world.rank == 1 else ms.float32)
-    ways = [lambda: DTensor.from_local(wrong, mesh, [S(0)], shape=(8, 3)), lambda: DTensor.from_local(wrong, mesh, [S(0)]),
-            lambda: DTensor.from_local(flat, mesh, [S(1)]), lambda: DTensor.from_local(half, mesh, [S(0)], shape=(8, 3))]
+    ways = [lambda: DTensor.from_local(wrong, line, [S(0)], shape=(8, 3)), lambda: DTensor.from_local(wrong, line, [S(0)]),
+            lambda: DTensor.from_local(flat, line, [S(1)]), lambda: DTensor.from_local(half, line, [S(0)], shape=(8, 3))]
     for i, way in enumerate(ways):
         with debug.checks():
             told = refusal(way, LayoutError)
         assert "do not make one tensor" in told and f"rank {1 if i == 3 else 2} holds" in told, told
         same_on_all_ranks(world, told)
     for run_check in ({"shape": (8, 3)}, {}):
-        same_on_all_ranks(world, refusal(lambda o=run_check: DTensor.from_local(wrong, mesh, [S(0)], run_check=True, **o), LayoutError))
-    same_on_all_ranks(world, refusal(lambda: DTensor.from_local(flat, mesh, [S(1)], run_check=True), LayoutError))
-    x = distribute_tensor(data(7, 8, 3), mesh, [S(0)])
+        same_on_all_ranks(world, refusal(lambda o=run_check: DTensor.from_local(wrong, line, [S(0)], run_check=True, **o), LayoutError))
+    same_on_all_ranks(world, refusal(lambda: DTensor.from_local(flat, line, [S(1)], run_check=True), LayoutError))
+    x = distribute_tensor(data(7, 8, 3), line, [S(0)])
     cut = md.local_map(lambda t: t[1:] if world.rank == 3 else t, [S(0)], out_shapes=((8, 3),))
     with debug.checks():
         told = refusal(lambda: cut(x), LayoutError)
     assert "rank 3 holds" in told
     same_on_all_ranks(world, told)
     with debug.checks():
-        equal(DTensor.from_local(data(6, 2, 3), mesh, [S(0)], shape=(8, 3)), np.tile(data(6, 2, 3).asnumpy(), (4, 1)))
+        equal(DTensor.from_local(data(6, 2, 3), line, [S(0)], shape=(8, 3)), np.tile(data(6, 2, 3).asnumpy(), (4, 1)))
 
 
 def styles_after_replicate_are_refused_with_the_order(world):

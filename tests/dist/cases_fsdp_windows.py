@@ -6,6 +6,7 @@ import numpy as np
 
 from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import memory
+from tests.cases import call
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
 from tests.tiers import sampled
 
@@ -24,7 +25,7 @@ def in_windows(world):
     small, memory._SMALL = memory._SMALL, 0
     try:
         for one in sampled(AGAIN, 6):
-            one(world)
+            call(one, world)
     finally:
         memory._SMALL = small
 

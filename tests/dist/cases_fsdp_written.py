@@ -11,7 +11,7 @@ import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, fully_shard, init_device_mesh, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
 from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.operands import Built, R, mesh_2d
+from tests.dist.operands import Built, R
 from tests.dist.support import equal
 from tests.tiers import sampled
 
@@ -79,17 +79,17 @@ def statistics_are_kept_in_their_own_dtype(world):
         assert np.abs(net.bn.moving_mean.full_tensor().asnumpy() - was).max() > 0.3
 
 
-def numbers_as_inputs(world):
-    two, mesh = Tensor(2.0), mesh_2d()
+def numbers_as_inputs(world, grid):
+    two = Tensor(2.0)
     want = np.arange(6, dtype=np.float32) * 2
     for cut in (fully_shard, replicate):
         for styled in (False, True):
             net = nn.SequentialCell(Built(lambda c, heat: c.a * heat, up=nn.Dense(5, 6),
                                          a=Parameter(Tensor(np.arange(6, dtype=np.float32)), name="a")))
             if styled:
-                parallelize_module(net, mesh["tp"], {"0.up": md.ColwiseParallel(), "0": md.PrepareModuleInput(
+                parallelize_module(net, grid["tp"], {"0.up": md.ColwiseParallel(), "0": md.PrepareModuleInput(
                     input_layouts=R, desired_input_layouts=R)})
-            equal(cut(net, mesh=mesh["dp"])(two), want, str(styled))
+            equal(cut(net, mesh=grid["dp"])(two), want, str(styled))
 
 
 def a_run_whose_result_is_not_used(world):

@@ -10,7 +10,7 @@ from mindspore.nn.utils import no_init_parameters
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, fully_shard, init_device_mesh, optim, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
-from tests.dist.operands import Built, S, mesh_2d
+from tests.dist.operands import Built, S
 from tests.dist.support import counted, equal, equal_steps, of_plain
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
@@ -139,31 +139,31 @@ def copies_over_one_axis_and_cuts_over_the_other(world):
                      ("all_reduce", "backward"): 4}, count
 
 
-def after_tensor_parallel_styles(world):
-    mesh, plain = mesh_2d(), filled(Net())
+def after_tensor_parallel_styles(world, grid):
+    plain = filled(Net())
     net = filled(Net())
     plan = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": md.RowwiseParallel(use_local_output=False)}
-    md.parallelize_module(net, mesh["tp"], plan)
-    cut_up(net, mesh["dp"])
+    md.parallelize_module(net, grid["tp"], plan)
+    cut_up(net, grid["dp"])
     weight = net.blocks[0].up.weight
     assert "f32[10@tp@dp, 6]" in repr(weight), weight
     assert "f32[6@dp, 10@tp]" in repr(net.blocks[0].down.weight)
-    count = same_step(net, plain, mesh["dp"])
+    count = same_step(net, plain, grid["dp"])
     assert count["reduce_scatter", "backward"] == 4 and count["all_gather", "backward"] == 3, count
 
 
-def with_sequence_parallel_norms(world):
+def with_sequence_parallel_norms(world, grid):
     from ms_dtensor import SequenceParallel
-    mesh, plain = mesh_2d(), filled(Net())
+    plain = filled(Net())
     net = filled(Net())
-    md.parallelize_module(net, mesh["tp"], {
+    md.parallelize_module(net, grid["tp"], {
         "blocks.*.norm": SequenceParallel(sequence_dim=1),
         "blocks.*.up": ColwiseParallel(input_layouts=S(1), use_local_output=False),
         "blocks.*.down": md.RowwiseParallel(output_layouts=S(1), use_local_output=False)})
-    cut_up(net, mesh["dp"])
+    cut_up(net, grid["dp"])
     rows = np.random.default_rng(1).normal(size=(8, 4, 5)).astype(np.float32)
     want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))
-    got = value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh["dp"], rows))
+    got = value_and_grad(loss_of(net), None, net.trainable_params())(mine(grid["dp"], rows))
     equal_steps(got, want, net.trainable_params())
 
 
@@ -392,20 +392,19 @@ def hooks_see_reduced_gradients(world):
     assert seen[0].shape == seen[1].shape and seen[1].placements == (S(0),) or seen[0].placements == (S(0),), seen
 
 
-def refusals(world):
+def refusals(world, grid):
     mesh = fsdp()
     net = cut_up(filled(Net()), mesh)
-    two = mesh_2d()
 
-    cut = md.parallelize_module(nn.Dense(4, 8), two["dp"], ColwiseParallel())
+    cut = md.parallelize_module(nn.Dense(4, 8), grid["dp"], ColwiseParallel())
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     for kind, what, call in (
             (LayoutError, "was sharded already", lambda: fully_shard(net, mesh=mesh)),
-            (LayoutError, "laid out over 'dp' already", lambda: fully_shard(cut, mesh=two["dp"])),
+            (LayoutError, "laid out over 'dp' already", lambda: fully_shard(cut, mesh=grid["dp"])),
             (LayoutError, "laid out over 'dp' already", lambda: replicate(net.head, mesh=mesh)),
             (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: S(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
-            (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),
+            (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=grid["pp"])),
             (ConfigError, "a number that divides the 4 ranks",
              lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward="no")),
             (ConfigError, "= 3 is out of range", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward=3))):

@@ -83,8 +83,7 @@ def _layouts(mesh):
     return [(R, R), (S(0), R), (R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(0), S(0))]
 
 
-def dfunction_with_a_rule_equals_one_device_in_every_layout(world):
-    mesh = mesh_2d()
+def dfunction_with_a_rule_equals_one_device_in_every_layout(world, grid):
 
     def weighted(a, b, c):
         return (MyAdd.apply(a, b, 0.5) * c).sum()
@@ -92,22 +91,21 @@ def dfunction_with_a_rule_equals_one_device_in_every_layout(world):
         x, y, w = data(1, *shape), data(2, *shape), data(3, *shape)
         for shapes in (None, "m n, m n -> m n"):
             with register_rule("MyAdd", MY_ADD, shapes=shapes):
-                for shift, lx in enumerate(_layouts(mesh)):
-                    for ly in sampled(_layouts(mesh)[::2], 3, shift + (shapes is None)):
-                        check_against_one_device(weighted, [x, y, w], [lx, ly, lx], mesh, f"{shape} {lx} {ly}")
+                for shift, lx in enumerate(_layouts(grid)):
+                    for ly in sampled(_layouts(grid)[::2], 3, shift + (shapes is None)):
+                        check_against_one_device(weighted, [x, y, w], [lx, ly, lx], grid, f"{shape} {lx} {ly}")
 
 
-def dfunction_with_a_rule_moves_nothing_it_need_not(world):
-    mesh = mesh_1d()
+def dfunction_with_a_rule_moves_nothing_it_need_not(world, line):
     x, y = data(1, 8, 4), data(2, 8, 4)
     with register_rule("MyAdd", MY_ADD):
         for p in (S(0), S(1)):
-            a, b = (distribute_tensor(t, mesh, [p]) for t in (x, y))
+            a, b = (distribute_tensor(t, line, [p]) for t in (x, y))
             with counted({}):
                 out = MyAdd.apply(a, b, alpha=2.0)
             assert out.placements == (p,), out
             equal(out, x + y * 2.0)
-        summand = DTensor.from_local(data(world.rank, 8, 4), mesh, [P])
+        summand = DTensor.from_local(data(world.rank, 8, 4), line, [P])
         with counted({}):
             out = MyAdd.apply(summand, summand)
         assert out.placements == (P,)
@@ -132,12 +130,11 @@ def dfunction_saves_tensors_and_reduces_the_shared_operands_gradient(world):
             check_against_one_device(by_rows, [x, w], [lx, lw], mesh, f"rows {rows} {lx} {lw}")
 
 
-def dfunction_takes_parameters_and_several_results(world):
-    mesh = mesh_1d()
+def dfunction_takes_parameters_and_several_results(world, line):
     x, ids = data(6, 8, 2), Tensor(np.arange(16).reshape(8, 2).astype(np.int32))
-    dx = distribute_tensor(x, mesh, [S(0)])
-    p = Parameter(distribute_tensor(x, mesh, [S(0)]), name="p")
-    di = distribute_tensor(ids, mesh, [S(0)])
+    dx = distribute_tensor(x, line, [S(0)])
+    p = Parameter(distribute_tensor(x, line, [S(0)]), name="p")
+    di = distribute_tensor(ids, line, [S(0)])
     out, more = Both.apply(dx, di, 3.0, shift=1.0, name="given")
     equal(out, x * 3.0 + 1.0)
     equal(more, ids + 1)
@@ -147,12 +144,11 @@ def dfunction_takes_parameters_and_several_results(world):
         equal(value, (x * x * 3.0).sum())
 
 
-def dfunction_without_rule_or_placements_refuses_dtensors_on_all_ranks(world):
+def dfunction_without_rule_or_placements_refuses_dtensors_on_all_ranks(world, line):
     class Nothing(DFunction):
         forward, backward = staticmethod(MyAdd.forward), staticmethod(MyAdd.backward)
 
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 4, 2), mesh, [S(0)])
+    x = distribute_tensor(data(1, 4, 2), line, [S(0)])
     for cls in (Nothing, MyAdd):
         with counted({}):
             try:
@@ -166,7 +162,7 @@ def dfunction_without_rule_or_placements_refuses_dtensors_on_all_ranks(world):
     equal(MyAdd.apply(data(1, 4, 2), data(2, 4, 2)), data(1, 4, 2) + data(2, 4, 2))
 
 
-def dfunctions_nest_and_mix_with_plain_operands_only_by_permission(world):
+def dfunctions_nest_and_mix_with_plain_operands_only_by_permission(world, line):
     class Outer(DFunction):
         in_placements, out_placements = ([S(0)],), [S(0)]
 
@@ -180,18 +176,16 @@ def dfunctions_nest_and_mix_with_plain_operands_only_by_permission(world):
             x, = ctx.saved_tensors
             return MyAdd.apply(grad * ops.exp(x), grad)
 
-    mesh = mesh_1d()
     x = data(7, 8, 3) * 0.5
-    check_against_one_device(lambda a: (Outer.apply(a) * a).sum(), [x], [[S(0)]], mesh)
+    check_against_one_device(lambda a: (Outer.apply(a) * a).sum(), [x], [[S(0)]], line)
     with register_rule("MyAdd", MY_ADD):
-        same_on_all_ranks(world, refusal(lambda: MyAdd.apply(distribute_tensor(x, mesh, [S(0)]), x), MixedOperandError))
+        same_on_all_ranks(world, refusal(lambda: MyAdd.apply(distribute_tensor(x, line, [S(0)]), x), MixedOperandError))
     with md.redistribution_policy("explicit"):
-        same_on_all_ranks(world, refusal(lambda: Rows.apply(distribute_tensor(x, mesh, [S(1)]), distribute_tensor(x.swapaxes(0, 1), mesh)), ImplicitCommError))
+        same_on_all_ranks(world, refusal(lambda: Rows.apply(distribute_tensor(x, line, [S(1)]), distribute_tensor(x.swapaxes(0, 1), line)), ImplicitCommError))
 
 
 # -- register_rule -----------------------------------------------------------------------------------------------------
-def a_decorated_local_function_is_an_op(world):
-    mesh = mesh_2d()
+def a_decorated_local_function_is_an_op(world, grid):
     with register_rule("scaled_rows", "S(0), S(0) -> S(0)\nS(-1), R -> S(-1)\nP, R -> P", shapes="m n, m -> m n") as rule:
         @rule
         def scaled_rows(x, factors, power=1):
@@ -200,68 +194,64 @@ def a_decorated_local_function_is_an_op(world):
 
         for shape in ((4, 6), (5, 3), (3, 1)):
             x, f, w = data(1, *shape), data(2, shape[0]), data(3, *shape)
-            for shift, lx in enumerate(_layouts(mesh)):
+            for shift, lx in enumerate(_layouts(grid)):
                 for lf in sampled(((R, R), (S(0), R), (S(0), S(0))), 3, shift + shape[0]):
                     check_against_one_device(lambda a, b, c: (scaled_rows(a, b, power=2) * c).sum(), [x, f, w], [lx, lf, lx],
-                                             mesh, f"{shape} {lx} {lf}")
-        p = Parameter(distribute_tensor(x, mesh, (S(0), R)), name="p")
-        f = distribute_tensor(f, mesh)
+                                             grid, f"{shape} {lx} {lf}")
+        p = Parameter(distribute_tensor(x, grid, (S(0), R)), name="p")
+        f = distribute_tensor(f, grid)
         for _ in range(2):
             _, (g,) = value_and_grad(lambda: scaled_rows(p, f).sum(), None, [p])()
             equal(g, np.broadcast_to(f.asnumpy()[:, None], x.shape))
 
 
-def uneven_shards_without_shapes_are_gathered_not_guessed(world):
-    mesh = mesh_1d()
+def uneven_shards_without_shapes_are_gathered_not_guessed(world, line):
     with register_rule("twice", "S(0) -> S(0)") as rule:
         twice = rule(lambda x: ops.cat([x, x], 1))
         for n in (8, 6, 3):
             x = data(1, n, 2)
-            out = twice(distribute_tensor(x, mesh, [S(0)]))
+            out = twice(distribute_tensor(x, line, [S(0)]))
             assert out.shape == (n, 4) and out.placements == ((S(0),) if n % 4 == 0 else (R,)), out
             equal(out, ops.cat([x, x], 1))
 
 
 # -- local_map ---------------------------------------------------------------------------------------------------------
-def local_map_values_and_gradients(world):
-    mesh = mesh_2d()
+def local_map_values_and_gradients(world, grid):
     x, w = data(1, 6, 8), data(2, 8, 4)
     column = local_map(lambda a, b: ops.matmul(a, b), [S(0), S(1)], ([S(0), R], [R, S(1)]), redistribute_inputs=True)
     row = local_map(lambda a, b: ops.matmul(a, b), [S(0), P], ([S(0), S(1)], [R, S(0)]), redistribute_inputs=True)
     for shift, fn in enumerate((column, row)):
         def loss(a, b, fn=fn):
             return (fn(a, b) ** 2).mean()
-        for at, lx in enumerate(_layouts(mesh)):
-            for lw in sampled(_layouts(mesh)[::2], 3, shift + at):
-                check_against_one_device(loss, [x, w], [lx, lw], mesh, f"{lx} {lw}")
+        for at, lx in enumerate(_layouts(grid)):
+            for lw in sampled(_layouts(grid)[::2], 3, shift + at):
+                check_against_one_device(loss, [x, w], [lx, lw], grid, f"{lx} {lw}")
 
 
-def local_map_uneven_results_are_compared_across_ranks(world):
-    mesh = mesh_1d()
+def local_map_uneven_results_are_compared_across_ranks(world, line):
     double = local_map(lambda a: a * 2, [S(0)], ([S(0)],))
     for n in (8, 7, 5, 2, 0):
         x = data(1, n, 3)
-        dx = distribute_tensor(x, mesh, [S(0)])
+        dx = distribute_tensor(x, line, [S(0)])
         out = double(dx)
         assert out.shape == (n, 3)
         equal(out, x * 2)
         with counted({}):
             equal(local_map(lambda a: a * 2, [S(0)], ([S(0)],), out_shapes=lambda s: (s,))(dx).layout.shape, (n, 3))
     stacked = local_map(lambda a: ops.cat([a, a]), [S(0)], ([S(0)],))
-    equal(stacked(distribute_tensor(data(1, 8, 3), mesh, [S(0)])).shape, (16, 3))
-    uneven = distribute_tensor(data(1, 5, 3), mesh, [S(0)])  # 4, 4, 2, 0 rows are no shards of 10
+    equal(stacked(distribute_tensor(data(1, 8, 3), line, [S(0)])).shape, (16, 3))
+    uneven = distribute_tensor(data(1, 5, 3), line, [S(0)])  # 4, 4, 2, 0 rows are no shards of 10
     same_on_all_ranks(world, refusal(lambda: stacked(uneven), LayoutError))
 
 
-def local_map_slices_by_rank_and_sums_cotangents(world):
+def local_map_slices_by_rank_and_sums_cotangents(world, line):
     """Replicated inputs, sharded result: ranks do different work, so the cotangents are summands."""
-    mesh = mesh_1d()
     x, w = data(1, 8, 3), data(2, 8, 3)
     mine = local_map(lambda a: a.narrow(0, 2 * world.rank, 2), [S(0)], ([R],))
     check_against_one_device(lambda a, b: ((mine(a) if isinstance(a, DTensor) else a) * b).sum(), [x, w], [[R], [S(0)]],
-                             mesh)
-    gathered = local_map(lambda a: comm_all_gather(mesh, a), [R], ([S(0)],), in_grad_placements=([S(0)],))
-    out = gathered(distribute_tensor(x, mesh, [S(0)]))
+                             line)
+    gathered = local_map(lambda a: comm_all_gather(line, a), [R], ([S(0)],), in_grad_placements=([S(0)],))
+    out = gathered(distribute_tensor(x, line, [S(0)]))
     equal(out, x)
 
 
@@ -270,9 +260,9 @@ def comm_all_gather(mesh, a):
     return mesh.get_group().all_gather(a, 0, [2] * 4)
 
 
-def local_map_refusals_are_the_same_everywhere_and_free(world):
-    mesh, other = mesh_1d(), mesh_1d(4, "other")
-    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
+def local_map_refusals_are_the_same_everywhere_and_free(world, line):
+    other = mesh_1d(4, "other")
+    x = distribute_tensor(data(1, 8, 4), line, [S(0)])
     y = distribute_tensor(data(1, 8, 4), other, [S(0)])
     one = lambda a: a * 1  # noqa: E731
     refusals = [
@@ -301,10 +291,9 @@ def local_map_refusals_are_the_same_everywhere_and_free(world):
     equal(local_map(one, [S(0)])(x), data(1, 8, 4))
 
 
-def to_local_of_a_leaf_keeps_its_gradient(world):
-    mesh = mesh_1d()
-    p = Parameter(distribute_tensor(data(1, 8, 4), mesh, [S(0)]), name="p")
-    q = Parameter(distribute_tensor(data(1, 8, 4), mesh), name="q")
+def to_local_of_a_leaf_keeps_its_gradient(world, line):
+    p = Parameter(distribute_tensor(data(1, 8, 4), line, [S(0)]), name="p")
+    q = Parameter(distribute_tensor(data(1, 8, 4), line), name="q")
     for placements in (None, [S(0)]):
         g = ms.grad(lambda how=placements: (p.to_local(grad_placements=how) * 3).sum(), None, [p])()[0]
         equal(g, np.full((8, 4), 3, np.float32), str(placements))

@@ -14,18 +14,18 @@ from ms_dtensor import FusedColwiseParallel, FusedShard, distribute_tensor, repl
 from tests.cases import case
 from tests.dist.cases_plans import Attention
 from tests.dist.cases_styles import fill
-from tests.dist.operands import R, S, data, mesh_2d
+from tests.dist.operands import R, S, data
 from tests.dist.support import array, counted, equal
 from tests.tiers import sampled
 
 
-def fused_weights_are_in_the_models_order_for_every_reader(world):
-    mesh, x = mesh_2d(), data(3, 8, 10)
+def fused_weights_are_in_the_models_order_for_every_reader(world, grid):
+    x = data(3, 8, 10)
     plain, net = fill(Attention()), fill(Attention())
     one = plain.qkv_proj.weight.asnumpy().copy()
-    md.parallelize_module(net, mesh["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
+    md.parallelize_module(net, grid["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
                                          "o_proj": md.RowwiseParallel(use_local_output=False)})
-    replicate(net, mesh=mesh["dp"])
+    replicate(net, mesh=grid["dp"])
     w = net.qkv_proj.weight
     for what, got in {"full": w, "value": w.value(), "dict": net.parameters_dict()["qkv_proj.weight"], "times": w * 1,
                       "copy": copy.deepcopy(w), "moment": w.clone()}.items():
@@ -35,20 +35,20 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
         equal(w[index], one[index], str(index))
     for how in ([R, S(0)], [S(0), S(0)], [S(1), R], [S(1), FusedShard(0, (24, 12, 12))], [FusedShard(0, (12,) * 4), R]):
         equal(w.redistribute(placements=how), one, str(how))
-        equal(distribute_tensor(Tensor(one), mesh, how).redistribute(placements=w.placements), one, str(how))
+        equal(distribute_tensor(Tensor(one), grid, how).redistribute(placements=w.placements), one, str(how))
     equal(w.sum(0), one.sum(0), "sum")
     equal(mint.cumsum(w, 0), one.cumsum(0), "cumsum")
     equal(mint.max(w, 0), (one.max(0), one.argmax(0)), "max")
     equal(mint.argmax(w, 0), one.argmax(0), "argmax")
     equal(w.reshape((4, 12, 10)), one.reshape(4, 12, 10), "reshape")
-    equal(mint.nn.functional.embedding(distribute_tensor(Tensor([46, 3, 25]), mesh), w), one[[46, 3, 25]], "lookup")
+    equal(mint.nn.functional.embedding(distribute_tensor(Tensor([46, 3, 25]), grid), w), one[[46, 3, 25]], "lookup")
     new = data(9, 48, 10)
-    w.set_data(distribute_tensor(new, mesh, w.placements))
+    w.set_data(distribute_tensor(new, grid, w.placements))
     equal(w, new)
-    w.set_data(distribute_tensor(new * 2, mesh, [R, S(0)]))
+    w.set_data(distribute_tensor(new * 2, grid, [R, S(0)]))
     equal(w, new * 2, "from another layout")
     plain.qkv_proj.weight.set_data(new * 2)
-    equal(net(distribute_tensor(x, mesh, {"dp": S(0)})), plain(x), "after set_data")
+    equal(net(distribute_tensor(x, grid, {"dp": S(0)})), plain(x), "after set_data")
     with counted({}):
         w[20:30] = 0  # rows of q and of k, which no rank holds as a run
     assert w.placements[-1] == FusedShard(0, (24, 12, 12))
@@ -101,15 +101,15 @@ OPS = {
 
 
 @case(world_size=4, timeout=120)
-def ops_on_a_fused_shard_equal_one_device(world):
-    mesh, x = mesh_2d(), data(10, 8, 6)
+def ops_on_a_fused_shard_equal_one_device(world, grid):
+    x = data(10, 8, 6)
     for shift, (name, op) in enumerate(OPS.items()):
         def scalar(t, f, op=op):
             out = op(t, f)
             return (out * mint.sin(out)).sum()
 
         def at(placed, scalar=scalar):
-            return value_and_grad(lambda t: scalar(t, lambda a: distribute_tensor(a, mesh)))(distribute_tensor(x, mesh, placed))
+            return value_and_grad(lambda t: scalar(t, lambda a: distribute_tensor(a, grid)))(distribute_tensor(x, grid, placed))
         want = at(None)  # whole: a CPU has kernels for few of these, the library for all
         for how in sampled(([R, FusedShard(0, (4, 2, 2))], [S(1), FusedShard(0, (4, 2, 2))], [FusedShard(0, (6, 2)), S(1)],
                             [FusedShard(0, (5, 3)), R]), 4, shift):  # unlike shards: 3 + 2 rows, 2 + 1
@@ -138,10 +138,10 @@ WRITES = {
 }
 
 
-def writes_into_a_fused_shard_are_those_of_one_device(world):
+def writes_into_a_fused_shard_are_those_of_one_device(world, grid):
     """Each rank writes what it has of the rows, which are no run; of a value that is whole or cut as they are nothing moves."""
-    mesh, x = mesh_2d(), data(10, 12, 5)
-    at = distribute_tensor(Tensor(_ROWS), mesh)
+    x = data(10, 12, 5)
+    at = distribute_tensor(Tensor(_ROWS), grid)
     for shift, (name, (write, shape)) in enumerate(WRITES.items()):
         def scalar(t, v, write=write):
             t = t * 1
@@ -149,10 +149,10 @@ def writes_into_a_fused_shard_are_those_of_one_device(world):
             t = t if made is None else made
             return (t * mint.sin(t)).sum()
         values = Tensor(np.random.default_rng(shift).normal(size=shape).astype(np.float32))
-        want = value_and_grad(scalar, (0, 1))(*(distribute_tensor(t, mesh) for t in (x, values)))
+        want = value_and_grad(scalar, (0, 1))(*(distribute_tensor(t, grid) for t in (x, values)))
         for how in sampled(([R, FusedShard(0, (6, 2, 4))], [S(1), FusedShard(0, (6, 2, 4))], [FusedShard(0, (8, 4))] * 2,
                             [FusedShard(0, (5, 7)), R]), 4, shift):  # the last: 3 + 4 rows, 2 + 3
-            t, v = distribute_tensor(x, mesh, how), distribute_tensor(values, mesh)
+            t, v = distribute_tensor(x, grid, how), distribute_tensor(values, grid)
             with counted() as count:
                 write(t * 1, v, at)
             assert not count, (name, how, count)
@@ -161,40 +161,40 @@ def writes_into_a_fused_shard_are_those_of_one_device(world):
             for what, a, b in zip(("target", "value"), got[1], want[1], strict=True):
                 equal(a, b, f"{name} {how} gradient of the {what}", rtol=1e-4)
         if shape == (12, 5):  # a value that lies as the target does
-            t, v = (distribute_tensor(a, mesh, [R, FusedShard(0, (6, 2, 4))]) for a in (x, values))
+            t, v = (distribute_tensor(a, grid, [R, FusedShard(0, (6, 2, 4))]) for a in (x, values))
             with counted({}):
                 t[:] = v
             equal(t, values.asnumpy(), name)
 
 
-def new_values_of_a_fused_shard_are_those_of_one_device(world):
-    mesh, how = mesh_2d(), [R, FusedShard(0, (6, 2, 4))]
+def new_values_of_a_fused_shard_are_those_of_one_device(world, grid):
+    how = [R, FusedShard(0, (6, 2, 4))]
     values = []
     for placed in (None, how):
         ms_dtensor.manual_seed(3)
-        x = ms_dtensor.randn(12, 5, device_mesh=mesh, placements=placed)
+        x = ms_dtensor.randn(12, 5, device_mesh=grid, placements=placed)
         ms_dtensor.init.xavier_uniform_(x)
-        values += [array(x), array(ms_dtensor.arange(12, device_mesh=mesh, placements=placed)),
-                   array(ms_dtensor.eye(12, 3, device_mesh=mesh, placements=placed)),
+        values += [array(x), array(ms_dtensor.arange(12, device_mesh=grid, placements=placed)),
+                   array(ms_dtensor.eye(12, 3, device_mesh=grid, placements=placed)),
                    array(mint.nn.functional.dropout(x, 0.5)), array(ms_dtensor.rand_like(x))]
     for a, b in zip(values[:5], values[5:]):
         np.testing.assert_array_equal(a, b)
-    x, whole = ms_dtensor.distribute_tensor(data(4, 12, 5), mesh, how), data(4, 12, 5).asnumpy()
+    x, whole = ms_dtensor.distribute_tensor(data(4, 12, 5), grid, how), data(4, 12, 5).asnumpy()
     chunks = x.__create_chunk_list__()
     for chunk in chunks:
         box = tuple(slice(at, at + n) for at, n in zip(*chunk))
         np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), whole[box])
     assert sum(c.sizes[0] for c in chunks) == 6 and len(chunks) == 3
-    factor = distribute_tensor(Tensor(whole[:, :1]), mesh)
+    factor = distribute_tensor(Tensor(whole[:, :1]), grid)
     with counted() as count:
         g = ms.grad(lambda t: (t.redistribute(placements=[R, S(0)]) * factor).sum())(x)
     equal(g, np.broadcast_to(whole[:, :1], (12, 5)), "gradient of a move")
     assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
 
 
-def a_model_cuts_its_fused_output_into_heads_itself(world):
+def a_model_cuts_its_fused_output_into_heads_itself(world, grid):
     """`qkv.reshape(b, n, 3, heads, dim)`, split and chunk of unlike parts: forward and backward, nothing moves."""
-    mesh, x = mesh_2d(), data(4, 4, 3, 10)
+    x = data(4, 4, 3, 10)
 
     def heads(y):
         parts = y.reshape(4, 3, 3, 4, 2).permute((2, 0, 3, 1, 4))
@@ -209,9 +209,9 @@ def a_model_cuts_its_fused_output_into_heads_itself(world):
                 q, k, v = cut(cell(t))
                 return (q * mint.sin(q)).sum() + (k * v * v).sum() + (v * mint.cos(k)).sum()
             want = ms.value_and_grad(lambda t: scalar(plain, t), 0, plain.trainable_params())(x)
-            FusedColwiseParallel(parts, units=units, use_local_output=False, split_output=False).apply(net, mesh["tp"])
-            replicate(net, mesh=mesh["dp"])
-            t = distribute_tensor(x, mesh, {"dp": S(0)})
+            FusedColwiseParallel(parts, units=units, use_local_output=False, split_output=False).apply(net, grid["tp"])
+            replicate(net, mesh=grid["dp"])
+            t = distribute_tensor(x, grid, {"dp": S(0)})
             with counted({}):
                 local = scalar(net, t)
             assert cut(net(t))[1].to_local().shape[-1] == (2 if cut is heads else parts[1] // 2), parts

@@ -50,8 +50,7 @@ def parameter_hooks_see_the_reduced_gradient_once(world):
     equal(got[3], want[3])
 
 
-def activation_hooks_see_global_gradients(world):
-    mesh = mesh_2d()
+def activation_hooks_see_global_gradients(world, grid):
     x, w = data(1, 6, 8), data(2, 8, 4)
 
     def whole(t):
@@ -77,18 +76,18 @@ def activation_hooks_see_global_gradients(world):
             # a plain gradient must have its own shape, which MindSpore does not check
             plain = (lambda g: g * 0 + 0.5) if how == "0-d" else (lambda g: g) if how == "None" else change
             want = ms.grad(loss(make, plain, wanted), (0, 1))(x, w)
-            got = ms.grad(loss(make, change, seen), (0, 1))(placed(x, mesh, S(0), S(1)), placed(w, mesh, R, S(0)))
+            got = ms.grad(loss(make, change, seen), (0, 1))(placed(x, grid, S(0), S(1)), placed(w, grid, R, S(0)))
             for handle in handles:
                 handle.remove()
             assert len(seen) == 1 and isinstance(seen[0], DTensor) and not seen[0].layout.has_partial(), (name, how, seen)
             equal(seen[0], wanted[0], f"{name} {how} seen")
             for i in range(2):
                 equal(got[i], want[i], f"{name} {how} {i}")
-    u = placed(x, mesh, S(0), S(1))
+    u = placed(x, grid, S(0), S(1))
 
     def late(t):
         u = (t * 2).redistribute(placements=[R, R])
-        out = (u @ placed(w, mesh, R, S(1))).sum()
+        out = (u @ placed(w, grid, R, S(1))).sum()
         u.register_hook(lambda g: g)
         return out
     assert "before the tensor's first use" in refusal(lambda: ms.grad(late)(u))

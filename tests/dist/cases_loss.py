@@ -13,7 +13,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, distribute_tensor, init_device_mesh, loss_parallel, value_and_grad
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
+from tests.dist.operands import R, S, data
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -37,14 +37,13 @@ def reference(x: np.ndarray, y: np.ndarray, reduction: str, smoothing: float, ig
     return (rows.sum(), grad) if reduction == "sum" else (rows.sum() / keep.sum(), grad / keep.sum())
 
 
-def the_function_equals_the_definition(world):
-    mesh = mesh_2d()
+def the_function_equals_the_definition(world, grid):
     x = data(6, 6, 11) * 3
     for placements, reduction, smoothing in sampled(itertools.product(
             ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1)), (S(0), R)), ("mean", "sum", "none"), (0.0, 0.1)), 7):
         want = reference(x.asnumpy(), LABELS, reduction, smoothing)
-        dx = distribute_tensor(x, mesh, placements)
-        dy = distribute_tensor(Tensor(LABELS), mesh, [R if p.is_shard(1) else p for p in placements])
+        dx = distribute_tensor(x, grid, placements)
+        dy = distribute_tensor(Tensor(LABELS), grid, [R if p.is_shard(1) else p for p in placements])
         with counted() as count:
             got = value_and_grad(lambda t, y=dy, r=reduction, s=smoothing: loss_parallel(
                 t, y, reduction=r, label_smoothing=s), 0)(dx)
@@ -54,30 +53,28 @@ def the_function_equals_the_definition(world):
         assert {op for op, _ in count} <= {"all_reduce"}, (what, count)  # rows only ever: nothing is gathered
 
 
-def of_bfloat16_logits_the_statistics_and_the_loss_are_float32(world):
-    mesh, x = mesh_2d(), (data(6, 6, 11) * 3).astype(ms.bfloat16)
+def of_bfloat16_logits_the_statistics_and_the_loss_are_float32(world, grid):
+    x = (data(6, 6, 11) * 3).astype(ms.bfloat16)
     exact = x.astype(ms.float32).asnumpy()
     for placements, reduction in itertools.product(((R, S(1)), (S(0), S(1)), (S(0), R)), ("mean", "none")):
         want = reference(exact, LABELS, reduction, 0.0)
-        dx = distribute_tensor(x, mesh, placements)
-        dy = distribute_tensor(Tensor(LABELS), mesh, [R if p.is_shard(1) else p for p in placements])
+        dx = distribute_tensor(x, grid, placements)
+        dy = distribute_tensor(Tensor(LABELS), grid, [R if p.is_shard(1) else p for p in placements])
         loss, grad = value_and_grad(lambda t, y=dy, r=reduction: loss_parallel(t, y, reduction=r), 0)(dx)
         assert loss.dtype == ms.float32 and grad.dtype == ms.bfloat16
         equal(loss, want[0].astype(np.float32), f"{placements} {reduction}")
         equal(grad.float(), want[1].astype(np.float32), f"{placements} {reduction} gradient", rtol=2.0**-8)
 
 
-def two_small_reductions_forward_and_none_backward(world):
-    mesh = mesh_1d()
-    dx = distribute_tensor(data(6, 6, 16), mesh, [S(1)])
+def two_small_reductions_forward_and_none_backward(world, line):
+    dx = distribute_tensor(data(6, 6, 16), line, [S(1)])
     with counted({("all_reduce", "forward"): 2}):
         value_and_grad(lambda t: loss_parallel(t, Tensor(np.arange(6)), reduction="sum"), 0)(dx)
 
 
-def the_blocks_cross_entropy_costs_what_the_function_does(world):
-    mesh = mesh_2d()
-    x, y = distribute_tensor(data(6, 6, 16), mesh, [S(0), S(1)]), np.array([0, 15, -100, 4, -100, 7], np.int32)
-    labels = distribute_tensor(Tensor(y), mesh, {"dp": S(0)})
+def the_blocks_cross_entropy_costs_what_the_function_does(world, grid):
+    x, y = distribute_tensor(data(6, 6, 16), grid, [S(0), S(1)]), np.array([0, 15, -100, 4, -100, 7], np.int32)
+    labels = distribute_tensor(Tensor(y), grid, {"dp": S(0)})
 
     def cost(fn, block):
         with counted() as count, block():
@@ -90,39 +87,36 @@ def the_blocks_cross_entropy_costs_what_the_function_does(world):
     assert sum(cost(ops.cross_entropy, contextlib.nullcontext).values()) > sum(want.values())
 
 
-def another_index_may_be_ignored(world):
-    mesh = mesh_1d()
+def another_index_may_be_ignored(world, line):
     x, y = data(7, 6, 11), np.array([3, 0, 3, 1, 2, 10], np.int32)
-    got = value_and_grad(lambda t: loss_parallel(t, Tensor(y), ignore_index=3), 0)(distribute_tensor(x, mesh, [S(1)]))
+    got = value_and_grad(lambda t: loss_parallel(t, Tensor(y), ignore_index=3), 0)(distribute_tensor(x, line, [S(1)]))
     want = reference(x.asnumpy(), y, "mean", 0.0, 3)
     equal(got[0], want[0].astype(np.float32))
     equal(got[1], want[1].astype(np.float32))
 
 
-def leading_dims_are_rows(world):
-    mesh = mesh_2d()
+def leading_dims_are_rows(world, grid):
     x, y = data(8, 2, 3, 11), np.array([[0, 1, -100], [10, 4, 2]], np.int32)
     for placements in ((S(0), S(2)), (S(1), S(2)), (R, S(2))):
-        dy = distribute_tensor(Tensor(y), mesh, [R if p.is_shard(2) else p for p in placements])
+        dy = distribute_tensor(Tensor(y), grid, [R if p.is_shard(2) else p for p in placements])
         got = value_and_grad(lambda t, dy=dy: loss_parallel(t, dy, label_smoothing=0.2), 0)(
-            distribute_tensor(x, mesh, placements))
+            distribute_tensor(x, grid, placements))
         want = reference(x.asnumpy(), y, "mean", 0.2)
         equal(got[0], want[0].astype(np.float32), str(placements))
         equal(got[1], want[1].astype(np.float32), str(placements))
 
 
-def mindspores_own_losses_inside_the_block(world):
-    mesh = mesh_2d()
+def mindspores_own_losses_inside_the_block(world, grid):
     x, y = data(6, 6, 11) * 3, Tensor(LABELS)
     for placements, reduction, weight, smoothing in sampled(itertools.product(
             ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1))), ("mean", "sum", "none"), (None, WEIGHT), (0.0, 0.1)), 7):
         options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
         want = ms.value_and_grad(lambda t, o=options: ops.cross_entropy(t, y, **o), 0)(x)
-        dy = distribute_tensor(y, mesh, [R if p.is_shard(1) else p for p in placements])
+        dy = distribute_tensor(y, grid, [R if p.is_shard(1) else p for p in placements])
         for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
             if fn is not ops.cross_entropy and weight is not None and smoothing and reduction == "mean":
                 continue  # mint selects the labels that count: a shape that depends on data, which is refused
-            dx = distribute_tensor(x, mesh, placements)
+            dx = distribute_tensor(x, grid, placements)
             with counted() as count, loss_parallel():
                 got = value_and_grad(lambda t, f=fn, dy=dy, o=options: f(t, dy, **o), 0)(dx)
             what = f"{fn.__name__} {placements} {reduction} {weight is not None} {smoothing}"
@@ -131,9 +125,9 @@ def mindspores_own_losses_inside_the_block(world):
                 assert {op for op, _ in count} <= {"all_reduce"}, (what, count)
 
 
-def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
+def mindspores_own_losses_take_every_width_of_logits_and_labels(world, line):
     """On CPU its kernels refuse bfloat16 and look up int32 and int64 only."""
-    mesh, x = mesh_1d(), data(6, 6, 11) * 3
+    x = data(6, 6, 11) * 3
     kinds = [(ms.bfloat16, ms.int64, 2.0**-7), (ms.float16, ms.int32, 2.0**-9), (ms.float64, ms.int64, 1e-12)]
     kinds += [(ms.float32, dtype, 1e-5) for dtype in (ms.int8, ms.int16)]
     ways = itertools.product(kinds, (S(1), S(0), R), (loss_parallel, contextlib.nullcontext))
@@ -142,7 +136,7 @@ def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
         want = reference(logits.astype(ms.float64).asnumpy(), LABELS, "mean", 0.1)
         if dtype == ms.float64 and (placed != S(1) or block is not loss_parallel):
             near = 1e-5  # MindSpore's own log_softmax of float64 is off by that
-        dx, dy = distribute_tensor(logits, mesh, [placed]), distribute_tensor(Tensor(LABELS).astype(ids), mesh, [R])
+        dx, dy = distribute_tensor(logits, line, [placed]), distribute_tensor(Tensor(LABELS).astype(ids), line, [R])
         for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
             what = f"{fn.__name__} {dtype} {ids} {placed} {block.__name__}"
             with block():
@@ -174,12 +168,11 @@ def plain_labels_cells_and_other_shapes_inside_the_block(world):
     equal(got, nn.CrossEntropyLoss()(data(6, 6, 11), Tensor(LABELS)))
 
 
-def the_gradient_of_each_rows_loss_may_be_laid_out_otherwise(world):
-    mesh = mesh_2d()
+def the_gradient_of_each_rows_loss_may_be_laid_out_otherwise(world, grid):
     x, w = data(6, 6, 11), data(7, 6)
-    dx = distribute_tensor(x, mesh, [S(0), S(1)])
-    dw = distribute_tensor(w, mesh, [R, R])
-    dy = distribute_tensor(Tensor(LABELS), mesh, [S(0), R])
+    dx = distribute_tensor(x, grid, [S(0), S(1)])
+    dw = distribute_tensor(w, grid, [R, R])
+    dy = distribute_tensor(Tensor(LABELS), grid, [S(0), R])
     with loss_parallel():
         got = value_and_grad(lambda t: (loss_parallel(t, dy, reduction="none") * dw).sum(), 0)(dx)
     rows, grad = reference(x.asnumpy(), LABELS, "none", 0.0)
@@ -188,9 +181,8 @@ def the_gradient_of_each_rows_loss_may_be_laid_out_otherwise(world):
     assert got[1].placements == (S(0), S(1))
 
 
-def the_block_refuses_to_gather_logits(world):
-    mesh = mesh_1d()
-    x = distribute_tensor(data(6, 6, 12), mesh, [S(1)])
+def the_block_refuses_to_gather_logits(world, line):
+    x = distribute_tensor(data(6, 6, 12), line, [S(1)])
     with counted({}), loss_parallel():
         text = refusal(lambda: mint.sort(x, dim=1), ImplicitCommError)
     assert "inside loss_parallel()" in text
@@ -202,32 +194,30 @@ def the_block_refuses_to_gather_logits(world):
     assert modes.mode.get() is modes.DEFAULT
 
 
-def labels_that_are_no_class_are_refused_by_all_ranks(world):
-    mesh = mesh_2d()
+def labels_that_are_no_class_are_refused_by_all_ranks(world, grid):
     x = data(6, 6, 11)
     OWN = (ops.cross_entropy, mint.nn.functional.cross_entropy)  # noqa: N806
     for bad, least, losses in ((11, 0, ()), (-1, 0, ()), (-12, -11, OWN), (11, -11, OWN)):
         y = np.array([0, 3, -100, 4, 7, bad], np.int32)
         for placements, whole in itertools.product(((S(0), S(1)), (R, S(1)), (S(0), R)), (True, False)):
-            dx = distribute_tensor(x, mesh, placements)
-            dy = distribute_tensor(Tensor(y), mesh, [R if p.is_shard(1) or whole else p for p in placements])
+            dx = distribute_tensor(x, grid, placements)
+            dy = distribute_tensor(Tensor(y), grid, [R if p.is_shard(1) or whole else p for p in placements])
             for fn, reduction in itertools.product(losses or (loss_parallel,), ("mean", "sum", "none")):
                 with loss_parallel():
                     told = refusal(lambda f=fn, r=reduction: f(dx, dy, reduction=r), IndexError)
                 assert f"label {bad} is out of range [{least}, 11)" in told, told
                 same_on_all_ranks(world, told)
-    equal(loss_parallel(distribute_tensor(x, mesh, (S(0), S(1))), Tensor([0, 3, -1, 4, 7, 1]), ignore_index=-1),
-          loss_parallel(distribute_tensor(x, mesh, (S(0), S(1))), Tensor([0, 3, -100, 4, 7, 1])))
+    equal(loss_parallel(distribute_tensor(x, grid, (S(0), S(1))), Tensor([0, 3, -1, 4, 7, 1]), ignore_index=-1),
+          loss_parallel(distribute_tensor(x, grid, (S(0), S(1))), Tensor([0, 3, -100, 4, 7, 1])))
 
 
-def small_integers_no_rows_and_decorated_functions(world):
-    mesh = mesh_1d()
+def small_integers_no_rows_and_decorated_functions(world, line):
     x, y = data(3, 3, 9), np.array([1, 8, 3])
-    dx = distribute_tensor(x, mesh, [S(1)])
+    dx = distribute_tensor(x, line, [S(1)])
     for dtype in (np.int8, np.int16, np.uint8, np.int32, np.int64):
         equal(loss_parallel(dx, Tensor(y.astype(dtype))), reference(x.asnumpy(), y, "mean", 0.0)[0].astype(np.float32))
     for placed, reduction in itertools.product(([S(1)], [S(0)], [R]), ("sum", "mean", "none")):
-        empty = distribute_tensor(Tensor(np.zeros((0, 9), np.float32)), mesh, placed)
+        empty = distribute_tensor(Tensor(np.zeros((0, 9), np.float32)), line, placed)
         got, slope = value_and_grad(lambda t, r=reduction: loss_parallel(t, Tensor(np.zeros(0, np.int32)), reduction=r).sum(),
                                     0)(empty)
         assert slope.shape == (0, 9)

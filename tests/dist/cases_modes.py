@@ -11,13 +11,12 @@ from mindspore import Parameter, Tensor, mint, ops
 import ms_dtensor as md
 from ms_dtensor import DTensor, SkipDTensorDispatch, comm, distribute_tensor, redistribution_policy, value_and_grad
 from ms_dtensor.errors import ImplicitCommError
-from tests.dist.operands import R, S, data, mesh_1d
+from tests.dist.operands import R, S, data
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 
-def skip_shows_shards_and_communicates_nothing(world):
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 7, 4), mesh, [S(0)])
+def skip_shows_shards_and_communicates_nothing(world, line):
+    x = distribute_tensor(data(1, 7, 4), line, [S(0)])
     local = x.to_local()
     rows = local.shape[0]
     with counted({}), SkipDTensorDispatch():
@@ -29,14 +28,13 @@ def skip_shows_shards_and_communicates_nothing(world):
     assert x.sum().shape == () and isinstance(x.sum(), DTensor)
 
 
-def gradients_pass_through_skip(world):
-    mesh = mesh_1d()
-    p = Parameter(distribute_tensor(data(1, 8, 4), mesh, [S(0)]), name="p")
+def gradients_pass_through_skip(world, line):
+    p = Parameter(distribute_tensor(data(1, 8, 4), line, [S(0)]), name="p")
 
     def loss():
         with SkipDTensorDispatch():
             part = (p * p).sum()
-        return DTensor.from_local(part.reshape((1,)), mesh, [S(0)]).sum()
+        return DTensor.from_local(part.reshape((1,)), line, [S(0)]).sum()
     value, (g,) = value_and_grad(loss, None, [p])()
     equal(value, (data(1, 8, 4) ** 2).sum())
     equal(g, data(1, 8, 4) * 2)
@@ -45,10 +43,9 @@ def gradients_pass_through_skip(world):
     equal(g, np.full((8, 4), 3, np.float32))
 
 
-def policies_warn_once_per_site_and_refuse_before_moving(world):
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
-    y = distribute_tensor(data(2, 8, 4), mesh, [S(1)])
+def policies_warn_once_per_site_and_refuse_before_moving(world, line):
+    x = distribute_tensor(data(1, 8, 4), line, [S(0)])
+    y = distribute_tensor(data(2, 8, 4), line, [S(1)])
     with warnings.catch_warnings(record=True) as seen, redistribution_policy("warn"):
         warnings.simplefilter("always")
         for _ in range(3):
@@ -67,16 +64,15 @@ def policies_warn_once_per_site_and_refuse_before_moving(world):
             equal(x + y, data(1, 8, 4) + data(2, 8, 4))
 
 
-def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(world):
-    mesh = mesh_1d()
+def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(world, line):
     plain, odd, w = data(1, 8, 4), data(2, 7, 4), data(3, 4)
-    x, y, cols = (distribute_tensor(t, mesh, [p]) for t, p in ((plain, S(0)), (odd, S(0)), (plain, S(1))))
+    x, y, cols = (distribute_tensor(t, line, [p]) for t, p in ((plain, S(0)), (odd, S(0)), (plain, S(1))))
     rows = {moves: md.local_map(lambda a: a * 3, [S(0)], ([S(0)],), redistribute_inputs=moves) for moves in (False, True)}
 
     def weighted(t):
         return (mint.amax(t, 0) * (w if t is plain or not isinstance(t, DTensor) else dw)).sum()
 
-    dw = distribute_tensor(w, mesh)
+    dw = distribute_tensor(w, line)
     value, grad = ms.value_and_grad(weighted)(plain)
     calls = [lambda: equal(np.float32(x.sum().item()), plain.sum()), lambda: equal(np.float32(float(x.sum())), plain.sum()),
              lambda: f"{x.sum():.2f}" == f"{float(plain.sum()):.2f}" or 1 / 0,
@@ -100,12 +96,11 @@ def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(worl
         same_on_all_ranks(world, same)
 
 
-def implicit_replication_has_one_devices_gradients(world):
-    mesh = mesh_1d()
+def implicit_replication_has_one_devices_gradients(world, line):
     x, w = data(1, 8, 4), data(2, 4)
     p = Parameter(w, name="w")
     for place in (S(0), S(1), R):
-        dx = distribute_tensor(x, mesh, [place])
+        dx = distribute_tensor(x, line, [place])
 
         def loss(dx=dx):
             with md.implicit_replication():

@@ -83,84 +83,79 @@ def deferred_parameters_under_styles_do_not_depend_on_the_plans_order(world):
     assert net.first.weight.placements == (R, S(0))
 
 
-def whose_random_state_is_the_truth(world):
+def whose_random_state_is_the_truth(world, line):
     np.random.seed(100 + world.rank)
     with no_init_parameters():
         net, other = nn.Dense(4, 8), nn.Dense(4, 8)
-    mesh = mesh_1d()
-    parallelize_module(net, mesh, ColwiseParallel())
+    parallelize_module(net, line, ColwiseParallel())
     np.random.seed(100)
     equal(net.weight, nn.Dense(4, 8).weight, "rank 0's")
     np.random.seed(100 + world.rank)
     with counted({}):
-        parallelize_module(other, mesh, ColwiseParallel(), src_data_rank=None)
+        parallelize_module(other, line, ColwiseParallel(), src_data_rank=None)
     np.random.seed(100 + world.rank)
     own = nn.Dense(4, 8).weight.asnumpy()
     np.testing.assert_array_equal(other.weight.to_local().asnumpy(), own[2 * world.rank:][:2], err_msg="its own")
 
 
-def a_deferred_parameter_alone_and_empty_shards(world):
+def a_deferred_parameter_alone_and_empty_shards(world, line):
     ms.set_seed(3)
     wanted = [Parameter(ms_init.initializer(kind, (2, 3)), name="p") for kind in ("normal", "ones", "he_normal")]
     ms.set_seed(3)
-    mesh = mesh_1d()
     for kind, w in zip(("normal", "ones", "he_normal"), wanted):
         with no_init_parameters():
             p = Parameter(ms_init.initializer(kind, (2, 3)), name="p")
-        out = distribute_tensor(p, mesh, [S(0)])
+        out = distribute_tensor(p, line, [S(0)])
         assert out.local_shape == ((1, 3) if world.rank < 2 else (0, 3))
         equal(out, w, kind, rtol=0)
 
 
-def a_deferred_model_trains_as_the_eager_one(world):
-    mesh = mesh_1d()
+def a_deferred_model_trains_as_the_eager_one(world, line):
     ms.set_seed(5)
     plain = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
     ms.set_seed(5)
     with no_init_parameters():
         lazy = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
-    parallelize_module(lazy, mesh, {"0": ColwiseParallel(use_local_output=False), "2": md.RowwiseParallel()})
+    parallelize_module(lazy, line, {"0": ColwiseParallel(use_local_output=False), "2": md.RowwiseParallel()})
     x = data(1, 5, 6)
     trains_as_one_device(lazy, plain, x, x)
 
 
 # -- distribute_module ---------------------------------------------------------------------------------------------------
-def distribute_module_is_for_once(world):
-    mesh = mesh_1d()
-    net = distribute_module(made(False), mesh)
-    text = refused_alike(world, lambda: distribute_module(net, mesh), LayoutError)
+def distribute_module_is_for_once(world, line):
+    net = distribute_module(made(False), line)
+    text = refused_alike(world, lambda: distribute_module(net, line), LayoutError)
     assert "distributed already" in text
-    equal(net(distribute_tensor(Tensor(np.array([1, 2], np.int32)), mesh)), made(False).to_float(ms.float32)(
+    equal(net(distribute_tensor(Tensor(np.array([1, 2], np.int32)), line)), made(False).to_float(ms.float32)(
         Tensor(np.array([1, 2], np.int32))))
     inner = made(False)
-    distribute_module(inner.first, mesh)  # a part first, then the whole
-    distribute_module(inner, mesh)
+    distribute_module(inner.first, line)  # a part first, then the whole
+    distribute_module(inner, line)
     _same_values(inner, made(False))
 
 
-def functions_of_two_arguments_are_called_with_a_warning(world):
-    mesh, x = mesh_1d(), data(3, 8, 4)
+def functions_of_two_arguments_are_called_with_a_warning(world, line):
+    x = data(3, 8, 4)
     plain = nn.Dense(4, 4)
     net = nn.Dense(4, 4)
     for p, w in zip(net.get_parameters(), plain.get_parameters()):
         p.set_data(w)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        distribute_module(net, mesh, None, lambda inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
+        distribute_module(net, line, None, lambda inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
                           lambda outputs, on: outputs.to_local())
     assert [w.category for w in seen] == [FutureWarning, FutureWarning], seen
-    rank0 = distribute_tensor(plain.weight, mesh), distribute_tensor(plain.bias, mesh)
+    rank0 = distribute_tensor(plain.weight, line), distribute_tensor(plain.bias, line)
     want = ops.dense(x, Tensor(array(rank0[0])), Tensor(array(rank0[1])))
-    out = net(distribute_tensor(x, mesh).to_local())
+    out = net(distribute_tensor(x, line).to_local())
     assert type(out) is Tensor
     equal(out, want.asnumpy()[2 * world.rank:][:2])
     for wrong in (lambda: 0, lambda a: a, lambda a, b, c, d: a):
-        assert "must take 3 arguments" in refusal(lambda: distribute_module(nn.Dense(2, 2), mesh, None, wrong), LayoutError)
-    distribute_module(nn.Dense(2, 2), mesh, None, lambda *args: args[1])
+        assert "must take 3 arguments" in refusal(lambda: distribute_module(nn.Dense(2, 2), line, None, wrong), LayoutError)
+    distribute_module(nn.Dense(2, 2), line, None, lambda *args: args[1])
 
 
-def what_a_parameter_carries_stays_with_it(world):
-    mesh = mesh_1d()
+def what_a_parameter_carries_stays_with_it(world, line):
 
     def build():
         net = nn.SequentialCell(nn.Dense(4, 8), nn.Dense(4, 8), nn.LayerNorm((8,)))
@@ -171,8 +166,8 @@ def what_a_parameter_carries_stays_with_it(world):
         net[0].bias.mine = "kept"
         net.register_buffer("steps", Tensor(np.array([world.rank, 7], np.int32)))
         return net
-    for how in (lambda m: distribute_module(m, mesh),
-                lambda m: distribute_module(parallelize_module(m, mesh, {"[01]": ColwiseParallel()}), mesh),
+    for how in (lambda m: distribute_module(m, line),
+                lambda m: distribute_module(parallelize_module(m, line, {"[01]": ColwiseParallel()}), line),
                 lambda m: replicate(parallelize_module(m, mesh_2d()["tp"], {"0": ColwiseParallel(), "1": ColwiseParallel()}),
                                     mesh=mesh_2d()["dp"])):
         names = [p.name for p in build().get_parameters()]
@@ -186,46 +181,44 @@ def what_a_parameter_carries_stays_with_it(world):
         assert all(isinstance(p, DTensor) for p in net.get_parameters())
 
 
-def only_leaves_are_distributed(world):
-    mesh, x = mesh_1d(), data(1, 4, 4)
+def only_leaves_are_distributed(world, line):
+    x = data(1, 4, 4)
     w = Parameter(data(2, 4, 4), name="w")
     texts = []
     try:
-        md.value_and_grad(lambda t: distribute_tensor(t * 2, mesh, [S(0)]).sum(), 0)(x)
+        md.value_and_grad(lambda t: distribute_tensor(t * 2, line, [S(0)]).sum(), 0)(x)
     except LayoutError as e:
         texts.append(str(e))
     assert texts and "under differentiation" in texts[0] and "from_local" in texts[0], texts
     same_on_all_ranks(world, "\n".join(texts))
     # what is merely used inside is not in the way
-    g = md.value_and_grad(lambda p: (p * distribute_tensor(x, mesh, [S(0)])).sum(), 0)(distribute_tensor(w, mesh, [S(0)]))[1]
+    g = md.value_and_grad(lambda p: (p * distribute_tensor(x, line, [S(0)])).sum(), 0)(distribute_tensor(w, line, [S(0)]))[1]
     equal(g, x)
-    value, grad = md.value_and_grad(lambda t: (DTensor.from_local(t * 2, mesh, [R]) * 3.0).sum(), 0)(x)
+    value, grad = md.value_and_grad(lambda t: (DTensor.from_local(t * 2, line, [R]) * 3.0).sum(), 0)(x)
     equal(grad, np.full((4, 4), 6, np.float32))
 
 
-def a_parameters_data_is_replaced_in_its_own_layout(world):
-    mesh = mesh_1d()
-    p = Parameter(distribute_tensor(data(1, 8, 3), mesh, [S(0)]), name="p")
-    for source in (distribute_tensor(data(2, 8, 3), mesh, [S(0)]), distribute_tensor(data(2, 8, 3), mesh, [R]),
+def a_parameters_data_is_replaced_in_its_own_layout(world, line):
+    p = Parameter(distribute_tensor(data(1, 8, 3), line, [S(0)]), name="p")
+    for source in (distribute_tensor(data(2, 8, 3), line, [S(0)]), distribute_tensor(data(2, 8, 3), line, [R]),
                    distribute_tensor(data(2, 8, 3), mesh_2d(), [S(1), S(0)]),
                    Tensor(np.ascontiguousarray(data(2, 8, 3).asnumpy()[2 * world.rank:][:2]))):
-        p.set_data(distribute_tensor(data(1, 8, 3), mesh, [S(0)]))
+        p.set_data(distribute_tensor(data(1, 8, 3), line, [S(0)]))
         assert p.set_data(source) is p and p.placements == (S(0),) and p.local_shape == (2, 3) and tuple(p._shape) == (2, 3)
         equal(p, data(2, 8, 3))
-    wrong = data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)  # a whole plain tensor would pass for the shard
+    wrong = data(2, 8, 3), distribute_tensor(data(2, 4, 3), line)  # a whole plain tensor would pass for the shard
     for write, value in itertools.product((p.set_data, p.assign_value), wrong):
         refused_alike(world, lambda: write(value), LayoutError)
     equal(p, data(2, 8, 3))
 
 
 # -- what belongs to one tensor, and not to the role it plays -----------------------------------------------------------
-def the_views_of_a_replaced_parameter_do_not_guard_the_new_one(world):
-    mesh = mesh_2d()
-    net = parallelize_module(nn.SequentialCell(nn.Dense(5, 6)), mesh["tp"], {"0": ColwiseParallel()})
+def the_views_of_a_replaced_parameter_do_not_guard_the_new_one(world, grid):
+    net = parallelize_module(nn.SequentialCell(nn.Dense(5, 6)), grid["tp"], {"0": ColwiseParallel()})
     old = net[0].weight
     old.note = "the user's"
     kept, wanted = old[:, 0:2], array(old).copy()
-    weight = replicate(net, mesh=mesh["dp"])[0].weight
+    weight = replicate(net, mesh=grid["dp"])[0].weight
     assert weight is not old and weight.note == old.note
     weight[0] = 1.0
     equal(kept, wanted[:, 0:2], "the old weight's view")
@@ -239,14 +232,14 @@ def the_views_of_a_replaced_parameter_do_not_guard_the_new_one(world):
     equal(column, wanted[:, 0:2], "the new weight's view")
 
 
-def a_replaced_parameters_gradient_is_not_left_to_the_old_ones_bucket(world):
+def a_replaced_parameters_gradient_is_not_left_to_the_old_ones_bucket(world, grid):
     ms.set_seed(6)
-    mesh, plain, net = mesh_2d(), nn.Dense(4, 3), nn.Dense(4, 3)
+    plain, net = nn.Dense(4, 3), nn.Dense(4, 3)
     for mine, theirs in zip(net.get_parameters(), plain.get_parameters(), strict=True):
         mine.set_data(Tensor(theirs.asnumpy().copy()))
-    replicate(replicate(net, mesh=mesh["dp"]), mesh=mesh["tp"], bucket_mb=0)
+    replicate(replicate(net, mesh=grid["dp"]), mesh=grid["tp"], bucket_mb=0)
     x = data(7, 8, 4)
-    trains_as_one_device(net, plain, x, distribute_tensor(x, mesh, [S(0), S(0)]))
+    trains_as_one_device(net, plain, x, distribute_tensor(x, grid, [S(0), S(0)]))
 
 
 # -- what a checkpoint planner asks --------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ def experts_cut_over_tp_equal_dense_products(world):
         assert count["all_reduce", "backward"] == 2, f"the rows' and the weights': {count}"
 
 
-def gating_of_cut_tokens_counts_all_of_them(world):
-    mesh, x = mesh_1d(), data(1, 6, EXPERTS)  # 2, 2, 2 and no rows
-    whole = distribute_tensor(x, mesh, [R], src_data_rank=None)
-    cut = distribute_tensor(x, mesh, [S(0)], src_data_rank=None)
+def gating_of_cut_tokens_counts_all_of_them(world, line):
+    x = data(1, 6, EXPERTS)  # 2, 2, 2 and no rows
+    whole = distribute_tensor(x, line, [R], src_data_rank=None)
+    cut = distribute_tensor(x, line, [S(0)], src_data_rank=None)
     with counted({}):
         parts = ag.moe_gating_top_k_softmax_op(cut, None, K)
     for part, want in zip(parts, ag.moe_gating_top_k_softmax_op(whole, None, K)):
@@ -62,22 +62,21 @@ def gating_of_cut_tokens_counts_all_of_them(world):
         equal(part, want)
 
 
-def summands_of_experts_join_the_residual_on_one_rank(world):
-    mesh = mesh_1d()
+def summands_of_experts_join_the_residual_on_one_rank(world, line):
     rows, x1, bias, scales = data(1, 12, 3), data(2, 6, 3), data(3, EXPERTS, 3), data(4, 6, 2)
     index = ms.Tensor([3, 0, 11, 7, 1, 4, 8, 2, 6, 5, 10, 9], ms.int32)
     chosen = ms.Tensor([[0, 1], [4, 2], [3, 0], [1, 0], [2, 4], [0, 3]], ms.int32)
 
     def merged(r, x, b, s):
-        i, c = (distribute_tensor(t, mesh, [R], src_data_rank=None) for t in (index, chosen))
+        i, c = (distribute_tensor(t, line, [R], src_data_rank=None) for t in (index, chosen))
         return ag.moe_finalize_routing(r, x, None, b, s, i, c)
 
     def plain(r, x, b, s):
         return sum(s[:, j:j + 1] * (r[index[6 * j:6 * j + 6]] + b[chosen[:, j]]) for j in range(2)) + x
-    inputs = [distribute_tensor(v, mesh, [R], src_data_rank=None) for v in (x1, bias, scales)]
+    inputs = [distribute_tensor(v, line, [R], src_data_rank=None) for v in (x1, bias, scales)]
     w = data(9, 12, 7)
-    left = distribute_tensor(w, mesh, [S(1)], src_data_rank=None)  # a product summed over ranks
-    right = distribute_tensor(data(8, 7, 3), mesh, [S(0)], src_data_rank=None)
+    left = distribute_tensor(w, line, [S(1)], src_data_rank=None)  # a product summed over ranks
+    right = distribute_tensor(data(8, 7, 3), line, [S(0)], src_data_rank=None)
     wanted, grads = ms.value_and_grad(
         lambda a, *v: (plain(mint.matmul(a, data(8, 7, 3)), *v) ** 2).sum(), (0, 1, 2, 3))(w, x1, bias, scales)
     with counted({}):
@@ -87,7 +86,7 @@ def summands_of_experts_join_the_residual_on_one_rank(world):
     equal(got, wanted)
     equal(got_grads, grads, "gradient")
     assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
-    equal(merged(distribute_tensor(rows, mesh, [S(1)], src_data_rank=None), *inputs), plain(rows, x1, bias, scales))
+    equal(merged(distribute_tensor(rows, line, [S(1)], src_data_rank=None), *inputs), plain(rows, x1, bias, scales))
 
 
 def labels_say_how_many_classes_there_are(world):

@@ -80,9 +80,9 @@ def partial_tensors_move_to_other_meshes(world):
             x.redistribute(a, [dst])
 
 
-def moves_between_blocks_are_refused_alike(world):
+def moves_between_blocks_are_refused_alike(world, grid):
     """A sub-mesh is another set of ranks on each rank: no two ranks would plan the same exchange."""
-    grid, block, x = mesh_2d(), md.init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
+    block, x = md.init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
     twin = DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))  # what ranks 2 and 3 have as grid["tp"], spelled out
     blocks = [grid["dp"], grid["tp"], block]
     for a, b in itertools.permutations((*blocks, grid, twin), 2):
@@ -118,32 +118,30 @@ def a_mesh_is_made_from_groups_one_per_axis(world):
         assert "'mesh'" in str(e)
 
 
-def a_cut_shares_nothing_with_the_replica(world):
-    mesh = mesh_2d()
+def a_cut_shares_nothing_with_the_replica(world, grid):
     for shape in ((1,), (1, 3), (3, 1), (4, 3)):
         for src, dst in itertools.product(itertools.product((R, S(0)), repeat=2), itertools.product((R, S(0)), repeat=2)):
-            x = placed(data(3, *shape), mesh, *src)
+            x = placed(data(3, *shape), grid, *src)
             if (y := x.redistribute(placements=dst)) is not x:
                 y[:] = 9.0
                 equal(x, data(3, *shape), f"{shape} {src} -> {dst}")
 
 
-def strided_indices_of_nothing_have_gradients(world):
-    mesh, index = mesh_1d(), (slice(None), slice(0, 3, 2))
+def strided_indices_of_nothing_have_gradients(world, line):
+    index = (slice(None), slice(0, 3, 2))
     none = (slice(1, 1, 2),)
     for shape, at in (((0, 3), index), ((3, 4), none), ((0, 3), none), ((3, 0), (slice(0, 3, 2),))):
         for placement in (R, S(0), S(1)):
-            x = placed(data(4, *shape), mesh, placement)
+            x = placed(data(4, *shape), line, placement)
             value, grad = value_and_grad(lambda t, at=at: (t[at] * t[at]).sum() + (t * t).sum())(x)
             equal(grad, 2 * data(4, *shape).asnumpy(), f"{shape} {at}")
             equal(x[at], data(4, *shape).asnumpy()[at], f"{shape} {at}")
 
 
-def cumulative_sums_of_nothing_end_no_process(world):
-    mesh = mesh_1d()
+def cumulative_sums_of_nothing_end_no_process(world, line):
     for shape, d in itertools.product(((1, 0), (0, 1), (3, 0)), (0, 1)):
         for placement, fn in sampled(itertools.product((R, S(0), S(1)), (Tensor.cumsum, mint.cumsum, ops.cumsum)), 2, d):
-            x = placed(data(5, *shape), mesh, placement)
+            x = placed(data(5, *shape), line, placement)
             value, grad = value_and_grad(lambda t, fn=fn, d=d: fn(t, d).sum() + (t * t).sum())(x)
             equal(value, np.zeros(()), f"{shape} {d} {fn}")
             assert grad.shape == shape and fn(x, d).shape == shape, (grad, shape)

@@ -99,8 +99,8 @@ EMPTY = {
 
 
 @case(world_size=4, timeout=240)
-def optimizers_step_where_a_shard_is_empty(world):
-    mesh, start = mesh_2d(), [data(30, 1, 5), data(31, 3, 4)]
+def optimizers_step_where_a_shard_is_empty(world, grid):
+    start = [data(30, 1, 5), data(31, 3, 4)]
     layouts = [S(0), R], [S(0), S(0)]  # dp=1 has nothing of the first, one rank nothing of the second
 
     def train(params, build, lay):
@@ -111,9 +111,9 @@ def optimizers_step_where_a_shard_is_empty(world):
     for name, build in sampled(EMPTY.items(), 4):
         want, = each_once(lambda build=build: list(map(array, train(
             [Parameter(t.copy(), name=f"p{i}") for i, t in enumerate(start)], build, lambda t, i: t))))
-        params = [distribute_parameter(Parameter(t, name=f"p{i}"), mesh, layouts[i]) for i, t in enumerate(start)]
+        params = [distribute_parameter(Parameter(t, name=f"p{i}"), grid, layouts[i]) for i, t in enumerate(start)]
         with counted() as count:
-            got = train(params, build, lambda t, i: distribute_tensor(t, mesh, layouts[i], src_data_rank=None))
+            got = train(params, build, lambda t, i: distribute_tensor(t, grid, layouts[i], src_data_rank=None))
         assert not count, (name, count)
         for g, w, t in zip(got, want, start):
             assert g.local_shape == g.layout.local_shape(), (name, g)
@@ -121,54 +121,52 @@ def optimizers_step_where_a_shard_is_empty(world):
             assert np.abs(array(w) - array(t)).max() > 1e-3, f"{name} did not move"
 
 
-def our_adamw_steps_and_the_norm_is_the_global_one(world):
+def our_adamw_steps_and_the_norm_is_the_global_one(world, grid):
     _check("AdamW", lambda ps: AdamW(ps, lr=0.05, weight_decay=0.1), ms.value_and_grad)
-    mesh = mesh_2d()
-    grads = [distribute_tensor(Tensor(np.full(s, 2.0, np.float32)), mesh, p) for s, p in zip(SHAPES, LAYOUTS)]
+    grads = [distribute_tensor(Tensor(np.full(s, 2.0, np.float32)), grid, p) for s, p in zip(SHAPES, LAYOUTS)]
     assert abs(float(clip_grad_norm_(grads, 1e9)) - 2 * np.sqrt(30 + 5 + 15)) < 1e-4
 
 
-def a_norm_of_large_or_spoiled_gradients_is_one_devices_on_every_rank(world):
-    mesh, x = mesh_2d(), data(3, 6, 5).asnumpy()
+def a_norm_of_large_or_spoiled_gradients_is_one_devices_on_every_rank(world, grid):
+    x = data(3, 6, 5).asnumpy()
     spoiled = x.copy()
     spoiled[5, 4] = np.nan  # of the last rank
     for placements in (*LAYOUTS, [S(0), S(1)]):
-        grads = [distribute_tensor(Tensor(v), mesh, placements, src_data_rank=None) for v in (x, spoiled)]
+        grads = [distribute_tensor(Tensor(v), grid, placements, src_data_rank=None) for v in (x, spoiled)]
         for p in (math.inf, -math.inf, 2.0, 3.0):
             for device in (False, True):
                 with rehearsal("GPU") if device else nullcontext():
                     norms = [float(clip_grad_norm_(grads[:n], math.inf, p)) for n in (1, 2)]
                 equal(norms[0], np.linalg.norm(x.reshape(-1), p), f"{p} {placements}")
                 assert math.isnan(norms[1]), (p, placements, device)
-    grad = distribute_tensor(Tensor(x * np.float32(1e30)), mesh, [S(0), R])
+    grad = distribute_tensor(Tensor(x * np.float32(1e30)), grid, [S(0), R])
     equal(clip_grad_norm_([grad], 1.0), np.linalg.norm(x.astype(np.float64)) * 1e30)
     equal(grad, x / np.linalg.norm(x))
 
 
-def random_numbers_agree_on_real_ranks(world):
-    mesh = mesh_2d()
+def random_numbers_agree_on_real_ranks(world, grid):
     md.manual_seed(5)
     for placements in ([S(0), S(1)], [S(0), S(0)], [R, S(1)]):
         md.manual_seed(5)
-        x = md.randn((5, 3), mesh, placements)
+        x = md.randn((5, 3), grid, placements)
         y = mint.nn.functional.dropout(x, 0.5)
         state = md.get_rng_state()
         if placements[0] is R:
-            everyone = mesh.get_group(0).all_gather_object(x.to_local().asnumpy().tolist())
+            everyone = grid.get_group(0).all_gather_object(x.to_local().asnumpy().tolist())
             assert everyone[0] == everyone[1]
         full = array(x), array(y)
         md.manual_seed(5)
-        whole = md.randn((5, 3), mesh, [R, R])
+        whole = md.randn((5, 3), grid, [R, R])
         assert np.array_equal(array(whole), full[0])
         assert np.array_equal(array(mint.nn.functional.dropout(whole, 0.5)), full[1])
         assert md.get_rng_state() == state
 
 
-def seeds_that_differ_are_refused_on_all_ranks(world):
-    mesh, x = mesh_2d(), data(3, 6, 5)
-    y = distribute_tensor(x, mesh, [S(0), R], src_data_rank=None)
-    for draw in (lambda: md.randn((5, 3), mesh, [S(0), R]), lambda: mint.nn.functional.dropout(y, 0.5),
-                 lambda: md.init.normal_(md.empty((5, 3), device_mesh=mesh))):
+def seeds_that_differ_are_refused_on_all_ranks(world, grid):
+    x = data(3, 6, 5)
+    y = distribute_tensor(x, grid, [S(0), R], src_data_rank=None)
+    for draw in (lambda: md.randn((5, 3), grid, [S(0), R]), lambda: mint.nn.functional.dropout(y, 0.5),
+                 lambda: md.init.normal_(md.empty((5, 3), device_mesh=grid))):
         ms.set_seed(70 + world.rank)  # what many a script does with NumPy's
         text = refusal(draw, ConfigError)
         assert "rank 3: seed 73" in text, text
@@ -176,4 +174,4 @@ def seeds_that_differ_are_refused_on_all_ranks(world):
     ms.set_seed(70)
     with counted({("all_gather_object", "forward"): 1}):
         for _ in range(3):
-            md.randn((5, 3), mesh, [S(0), R])
+            md.randn((5, 3), grid, [S(0), R])

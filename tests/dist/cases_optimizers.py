@@ -88,14 +88,13 @@ def others_that_step_element_by_element_do_so_on_any_layout_and_say_nothing(worl
 
 
 @case(world_size=4, timeout=120)
-def adafactor_equals_one_device_with_two_reductions_an_axis(world):
-    mesh = mesh_2d()
-    events, optimizer = _compare(BUILD["Adafactor"], PIECES, [mesh] * len(PIECES))
+def adafactor_equals_one_device_with_two_reductions_an_axis(world, grid):
+    events, optimizer = _compare(BUILD["Adafactor"], PIECES, [grid] * len(PIECES))
     assert [(e.op, e.axes) for e in events] == [("all_reduce", (a,)) for _ in range(2 * STEPS) for a in ("dp", "tp")]
-    for axis, name in enumerate(mesh.mesh_dim_names):  # rows where columns are cut, columns where rows are, and numbers
+    for axis, name in enumerate(grid.mesh_dim_names):  # rows where columns are cut, columns where rows are, and numbers
         numbers = 0
         for shape, placements in PIECES:
-            layout = Layout(mesh, placements, shape)
+            layout = Layout(grid, placements, shape)
             local, p = layout.local_shape(), layout.placements[axis]
             if p.is_shard() and len(shape) > 1:
                 last, rest = len(shape) - 1, math.prod(local[:-2])
@@ -105,14 +104,13 @@ def adafactor_equals_one_device_with_two_reductions_an_axis(world):
         assert sent == numbers * STEPS, (name, sent, numbers)
     state = optimizer.state_dict()
     rows, columns = state["p3"]["rows"], state["p3"]["columns"]
-    assert rows.local_shape == (PIECES[3][0][0] // 2 + (mesh.get_local_rank("tp") == 0),)
+    assert rows.local_shape == (PIECES[3][0][0] // 2 + (grid.get_local_rank("tp") == 0),)
     assert (rows.placements, columns.placements) == ((R, S(0)), (S(0), R)), (rows, columns)
 
 
 @case(world_size=4, timeout=120)
-def muon_equals_one_device_with_two_exchanges(world):
-    mesh = mesh_2d()
-    events, optimizer = _compare(BUILD["Muon"], PIECES, [mesh] * len(PIECES))
+def muon_equals_one_device_with_two_exchanges(world, grid):
+    events, optimizer = _compare(BUILD["Muon"], PIECES, [grid] * len(PIECES))
     assert {e.op for e in events} == {"exchange"} and len(events) == 2 * STEPS, events
     assert {e.axes for e in events} == {("dp", "tp")}
     matrices = [i for i, (shape, _) in enumerate(PIECES) if len(shape) == 2]
@@ -122,11 +120,11 @@ def muon_equals_one_device_with_two_exchanges(world):
     assert len(set(optimizer._owners.values())) == 4, "every rank works"
     wanted = 0  # of this rank: its shard, where another rank of its copy works on it, and all others' of its own matrices
     for i, owner in optimizer._owners.items():
-        layout = Layout(mesh, PIECES[i][1], PIECES[i][0])
-        sizes = {r: math.prod(layout.local_shape(mesh.coordinate_of(r))) for r in mesh.rank_list}
-        there = mesh.coordinate_of(owner)
+        layout = Layout(grid, PIECES[i][1], PIECES[i][0])
+        sizes = {r: math.prod(layout.local_shape(grid.coordinate_of(r))) for r in grid.rank_list}
+        there = grid.coordinate_of(owner)
         cut = [a for a, p in enumerate(layout.placements) if p.is_shard()]
-        copy = mesh.ranks_along(cut, there)
+        copy = grid.ranks_along(cut, there)
         mine = sum(n for r, n in sizes.items() if r != owner) if owner == world.rank else sizes[world.rank] * (
             world.rank in copy)
         wanted += mine
@@ -164,12 +162,12 @@ def optimizers_take_several_meshes_dtypes_and_plain_parameters(world):
         equal(mixed, plain, name, CLOSE)
 
 
-def ranks_outside_a_mesh_step_their_own_parameters(world):
-    here, there = mesh_2d(), md.DeviceMesh("cpu", [1, 3], mesh_dim_names=("x",))
+def ranks_outside_a_mesh_step_their_own_parameters(world, grid):
+    there = md.DeviceMesh("cpu", [1, 3], mesh_dim_names=("x",))
     for name, build in BUILD.items():
         start, plain = [data(1, 6, 5), data(2, 4, 6)], []
         plain = [Parameter(t.copy(), name=n) for t, n in zip(start, "ab", strict=True)]
-        lay = [(here, [S(0), R]), (there, [S(1)])]
+        lay = [(grid, [S(0), R]), (there, [S(1)])]
         params = [_parameter(t, n, *where) for t, n, where in zip(start, "ab", lay, strict=True)]
         one, many = build(plain), build(params)
         for step in range(3):
@@ -212,15 +210,15 @@ WRAPS = {
 
 
 @case(world_size=4, timeout=240)
-def training_equals_one_device(world):
-    mesh, x = mesh_2d(), data(3, 8, 6)
+def training_equals_one_device(world, grid):
+    x = data(3, 8, 6)
     for shift, (name, build) in enumerate(BUILD.items()):
         plain = Net()
         (want, weights), = each_once(lambda build=build, plain=plain: (
             _trained(build, plain, x), list(map(array, plain.trainable_params()))))
         for how, wrap in sampled(WRAPS.items(), 4, shift):
             net = Net()
-            wrap(net, mesh)
+            wrap(net, grid)
             got = _trained(build, net, x[world.rank // 2 * 4:][:4] if how[:2] == "tp" else x[world.rank * 2:][:2])
             assert np.allclose(got, want, rtol=CLOSE), (name, how, got, want)
             equal(net.trainable_params(), weights, f"{name} {how}", CLOSE)
@@ -277,13 +275,12 @@ def emulated_devices_do_the_same_and_are_never_waited_for(world):
                 equal(g, w, f"{name} {dtype} {i}", rtol=close)
 
 
-def one_ranks_overflow_stops_the_step_of_all(world):
-    mesh = mesh_2d()
+def one_ranks_overflow_stops_the_step_of_all(world, grid):
     for build in (*BUILD.values(), lambda ps: nn.Momentum(ps, 0.1, 0.9)):
-        params = [_parameter(data(1, 6, 5), "a", mesh, [S(0), R]), _parameter(data(2, 5, 3), "b", mesh, [R, S(1)])]
+        params = [_parameter(data(1, 6, 5), "a", grid, [S(0), R]), _parameter(data(2, 5, 3), "b", grid, [R, S(1)])]
         before, optimizer = [array(p).copy() for p in params], build(params)
 
-        def grads(largest, mesh=mesh):
+        def grads(largest, mesh=grid):
             first = _laid(data(3, 6, 5), mesh, [S(0), R]).to_local().asnumpy().copy()
             first[0, 0] = largest
             return [DTensor.from_local(Tensor(first), mesh, [S(0), R]), _laid(data(4, 5, 3), mesh, [R, S(1)])]
@@ -296,32 +293,32 @@ def one_ranks_overflow_stops_the_step_of_all(world):
         assert all(np.abs(array(p) - b).max() > 1e-4 for p, b in zip(params, before, strict=True))
 
 
-def gradients_and_states_of_other_layouts_are_refused_on_all_ranks(world):
-    mesh, value = mesh_2d(), data(1, 8, 4)
+def gradients_and_states_of_other_layouts_are_refused_on_all_ranks(world, grid):
+    value = data(1, 8, 4)
     for build in BUILD.values():
-        param = _parameter(value, "w", mesh, [S(0), S(0)])
+        param = _parameter(value, "w", grid, [S(0), S(0)])
         optimizer = build([param])
-        for wrong in (_laid(value, mesh, [R, S(0)]), _laid(value, mesh, (("tp", "dp"), "None"))):
+        for wrong in (_laid(value, grid, [R, S(0)]), _laid(value, grid, (("tp", "dp"), "None"))):
             with counted({}):
                 text = refusal(lambda wrong=wrong, optimizer=optimizer: optimizer([wrong]), LayoutError)
             assert "laid out differently" in text
             same_on_all_ranks(world, text)
-        other = build([_parameter(value, "w", mesh, [S(0), R])])
+        other = build([_parameter(value, "w", grid, [S(0), R])])
         text = refusal(lambda other=other, optimizer=optimizer: other.load_state_dict(optimizer.state_dict()), LayoutError)
         same_on_all_ranks(world, text)
 
 
 @case(world_size=4, timeout=120)
-def the_state_of_shards_is_the_one_device_state_cut(world):
-    mesh, kinds = mesh_2d(), [ms.bfloat16 if i % 3 == 1 else ms.float32 for i in range(len(PIECES))]
+def the_state_of_shards_is_the_one_device_state_cut(world, grid):
+    kinds = [ms.bfloat16 if i % 3 == 1 else ms.float32 for i in range(len(PIECES))]
     for build in (*BUILD.values(), lambda ps: optim.AdamW([{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.02}], 0.05)):
         start, grads = _values(0, PIECES, kinds), _values(1, PIECES, kinds)
         plain = [Parameter(v.copy(), name=f"p{i}") for i, v in enumerate(start)]
-        params = [_parameter(v, f"p{i}", mesh, placements) for i, (v, (_, placements)) in enumerate(zip(start, PIECES))]
+        params = [_parameter(v, f"p{i}", grid, placements) for i, (v, (_, placements)) in enumerate(zip(start, PIECES))]
         one, many, again = build(plain), build(params), build(params)
         numbers = [int(p.name[1:]) for p in one.params]
         one([grads[i] for i in numbers])
-        many([_laid(grads[i], mesh, PIECES[i][1]) for i in numbers])
+        many([_laid(grads[i], grid, PIECES[i][1]) for i in numbers])
         want, got = one.state_dict(), many.state_dict()
         assert sorted(want) == sorted(got) == sorted(p.name for p in params)
         for name, state in want.items():
@@ -338,9 +335,9 @@ def the_state_of_shards_is_the_one_device_state_cut(world):
 
 
 @case(world_size=4, timeout=120)
-def clipped_heads_are_one_devices(world):
+def clipped_heads_are_one_devices(world, grid):
     """Largest logits by head on any layout; then the weights, and the logits that they give."""
-    mesh, batch, heads, shared, places, width = mesh_2d(), 2, 4, 2, 6, 3
+    batch, heads, shared, places, width = 2, 4, 2, 6, 3
     x = data(5, batch * places, 8)
     wq, wk = data(1, heads * width, 8) * 4, data(2, shared * width, 8) * 4
 
@@ -352,7 +349,7 @@ def clipped_heads_are_one_devices(world):
     for causal in (True, False):
         want = (np.where(hidden, -np.inf, scores) if causal else scores).max((0, 2, 3))
         for placements in ([R, R], [S(0), S(1)], [S(2), R], [S(1), S(0)]):
-            dq, dk = (distribute_tensor(projected(w, x, n), mesh, placements) for w, n in ((wq, heads), (wk, shared)))
+            dq, dk = (distribute_tensor(projected(w, x, n), grid, placements) for w, n in ((wq, heads), (wk, shared)))
             got = optim.max_logits(dq, dk, causal=causal)
             assert np.allclose(got, want, rtol=1e-5), (placements, got, want)
             same_on_all_ranks(world, str(got.tolist()))
@@ -364,7 +361,7 @@ def clipped_heads_are_one_devices(world):
     after = optim.max_logits(projected(one[0], x, heads), projected(one[1], x, shared))
     assert np.allclose(after, largest * factors, rtol=1e-5) and after.max() <= limit * 1.00001
     for placements in ([R, R], [S(0), S(0)], [S(1), S(0)], [R, S(1)], [R, FusedShard(0, [4, 2])]):
-        many = [Parameter(distribute_tensor(w, mesh, [R, S(0)] if isinstance(placements[1], FusedShard) and n == "q" else
+        many = [Parameter(distribute_tensor(w, grid, [R, S(0)] if isinstance(placements[1], FusedShard) and n == "q" else
                                             placements), name=n) for w, n in ((wq, "q"), (wk, "k"))]
         with counted({}):
             optim.qk_clip_(*many, largest, limit)

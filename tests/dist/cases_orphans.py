@@ -33,7 +33,7 @@ def lora_under_row_parallel_weights_is_one_all_reduce(world):
     assert mid.placements == out.placements == (S(0), P)
 
 
-def a_chain_of_products_keeps_the_summand(world):
+def a_chain_of_products_keeps_the_summand(world, line):
     x, ws = data(1, 4, 8), [data(2, 8, 8), data(3, 8, 6), data(4, 6, 5)]
 
     def chain(x, *ws):
@@ -43,14 +43,13 @@ def a_chain_of_products_keeps_the_summand(world):
     layouts = [[S(1)], [S(0)], [R], [R]]
     count = check_against_one_device(chain, [x, *ws], layouts, mesh_1d(), "chain")
     assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
-    mesh = mesh_1d()
-    p = DTensor.from_local(x, mesh, [P])  # every rank's summand is x
+    p = DTensor.from_local(x, line, [P])  # every rank's summand is x
     with counted({}):
-        out = mint.matmul(mint.matmul(p, placed(ws[0], mesh, R)),
-                          placed(ws[1], mesh, R))
+        out = mint.matmul(mint.matmul(p, placed(ws[0], line, R)),
+                          placed(ws[1], line, R))
     assert out.placements == (P,)
     equal(out, 4 * mint.matmul(mint.matmul(x, ws[0]), ws[1]))
-    both = DTensor.from_local(x.t(), mesh, [P])
+    both = DTensor.from_local(x.t(), line, [P])
     equal(mint.matmul(p, both), 16 * mint.matmul(x, x.t()))  # not the sum of the summands' products, 4 of them
 
 

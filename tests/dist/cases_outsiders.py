@@ -36,11 +36,10 @@ def outer_flattens_as_on_one_device(world):
     assert "no vector" in refusal(lambda: x.outer(y))
 
 
-def a_rule_that_is_wrong_is_found_on_all_ranks_or_none(world):
+def a_rule_that_is_wrong_is_found_on_all_ranks_or_none(world, line):
     """The last rank's shard is empty, and what it is handed has any shape that is asked for."""
     before = RULES["tril"]
-    mesh = mesh_1d()
-    x = placed(data(1, 3, 5), mesh, S(0))
+    x = placed(data(1, 3, 5), line, S(0))
     RULES["tril"] = lambda call: OpSpec(((3, 7),), (Case((S(0),), (S(0),)),))
     try:
         text = refusal(lambda: x.tril(-2))
@@ -100,20 +99,19 @@ def sums_of_infinities_are_those_of_the_whole(world):
     assert (x / 2).placements == (P,) and (x * 0).placements == (P,)  # no reduction where none is needed
 
 
-def raw_errors_are_gone(world):
-    mesh = mesh_1d()
+def raw_errors_are_gone(world, line):
     a = data(1, 4, 3)
-    x = placed(a, mesh, S(0))
+    x = placed(a, line, S(0))
     equal(x.transpose(None), a.transpose(None))
     equal(x.transpose(), a.transpose())
-    for fn in (lambda: x.tile(placed(Tensor([1, 2]), mesh, R)), lambda: x.reshape(placed(Tensor([3, 4]), mesh, R))):
+    for fn in (lambda: x.tile(placed(Tensor([1, 2]), line, R)), lambda: x.reshape(placed(Tensor([3, 4]), line, R))):
         assert "numbers are needed" in refusal(fn)
     assert x.nelement().__class__ is int and x.nelement() == 12
     assert "copy_" in refusal(lambda: x.set_(x * 2))
     clipped = ops.clip_by_global_norm(x, 0.5)
     equal(clipped, ops.clip_by_global_norm(a, 0.5))
     assert isinstance(ops.clip_by_global_norm([x], 0.5), tuple)
-    square = placed(data(2, 4, 4), mesh, S(0))
+    square = placed(data(2, 4, 4), line, S(0))
     for t in (square, square.redistribute(placements=[R])):
         g = ms.grad(lambda u: u.trace(dtype=ms.float64))(t)
         assert g.to_local().dtype == ms.float32 == g.dtype, g
@@ -134,16 +132,15 @@ def a_parameter_without_gradient_is_written_while_one_is_recorded(world):
         equal(ours, plain, write.__name__)
 
 
-def a_tensor_of_a_sub_mesh_comes_to_its_root_as_the_error_says(world):
-    mesh = mesh_2d()
+def a_tensor_of_a_sub_mesh_comes_to_its_root_as_the_error_says(world, grid):
     a, b = data(1, 5, 3), data(2, 5, 3)
-    x, y = placed(a, mesh, S(0), R), placed(b, mesh["dp"], S(0))
+    x, y = placed(a, grid, S(0), R), placed(b, grid["dp"], S(0))
     text = refusal(lambda: x * y)
     assert "distribute_tensor(t, mesh, {'dp': Shard(0)})" in text, text
     assert "DTensor.from_local(x.to_local(), mesh, {'dp': Shard(0)}, shape=x.shape)" in text, text
 
     def loss(y):
-        return (x * DTensor.from_local(y.to_local(), mesh, {"dp": S(0)}, shape=y.shape)).exp().sum()
+        return (x * DTensor.from_local(y.to_local(), grid, {"dp": S(0)}, shape=y.shape)).exp().sum()
     with counted({}):
         got = ms.grad(loss)(y)
     equal(got, ms.grad(lambda t: (a * t).exp().sum())(b))
@@ -186,26 +183,26 @@ def weights_in_a_tuple_and_buffers_are_distributed(world):
     assert "self.register_buffer(name, t)" in text, text
 
 
-def a_view_of_a_local_output_is_explained(world):
-    x, mesh = data(1, 5, 6), mesh_1d()
+def a_view_of_a_local_output_is_explained(world, line):
+    x = data(1, 5, 6)
 
     def net(heads, local):
         plan = {"up": md.ColwiseParallel(use_local_output=local), "down": md.RowwiseParallel(use_local_output=False)}
         return md.parallelize_module(Built(  # speaks of all heads, by number or by what is left
             lambda c, x: c.down(mint.reshape(c.up(x), (5, heads, 2)).reshape(5, -1)), up=nn.Dense(6, 8),
-            down=nn.Dense(8, 6)), mesh, plan)
+            down=nn.Dense(8, 6)), line, plan)
     text = refusal(lambda: net(4, True)(x), LayoutError)
     assert "use_local_output=False" in text and "Built" in text, text
     assert net(4, False)(x).shape == net(-1, True)(x).shape == copy.deepcopy(net(1, True))(x).shape == (5, 6)
 
 
-def local_outputs_that_meet_global_sizes_are_explained(world):
-    x, mesh = data(1, 5, 6), mesh_1d()
-    table = distribute_tensor(data(2, 8), mesh, [R])
+def local_outputs_that_meet_global_sizes_are_explained(world, line):
+    x = data(1, 5, 6)
+    table = distribute_tensor(data(2, 8), line, [R])
     eight = data(3, 8, 3)
 
     def net(what, local=True):
-        return md.parallelize_module(Built(lambda c, x: what(c.up(x)), up=nn.Dense(6, 8)), mesh,
+        return md.parallelize_module(Built(lambda c, x: what(c.up(x)), up=nn.Dense(6, 8)), line,
                                      {"up": md.ColwiseParallel(use_local_output=local)})
     for what in (lambda y: mint.matmul(y, eight), lambda y: ops.split(y, [4, 4], 1), lambda y: ops.broadcast_to(y, (5, 8)),
                  lambda y: y + eight[:, 0], lambda y: nn.LayerNorm((8,))(y)):
@@ -233,49 +230,47 @@ def sync_batch_norm_is_refused_with_what_to_use(world):
     equal(all_.moving_variance, one.moving_variance)
 
 
-def halves_add_up_as_widely_as_on_one_device(world):
-    mesh = mesh_1d()
+def halves_add_up_as_widely_as_on_one_device(world, line):
     big = np.random.default_rng(1).uniform(20000, 40000, (40, 9)).astype(np.float16)
     apart = np.where(np.random.default_rng(2).uniform(size=(8, 8)) < 0.5, 200, -200).astype(np.float16)
     for name, fn, a in (("mean", lambda t: mint.mean(t, 0), big), ("mean of all", lambda t: t.mean(), big),
                         ("ops.mean", lambda t: ops.mean(t, 1), big), ("var", lambda t: ops.var(t, 0), apart),
                         ("std of all", lambda t: ops.std(t), apart), ("var_mean", lambda t: ops.var_mean(t, 0)[0], apart)):
         for placement in (S(0), S(1)):
-            got = fn(placed(Tensor(a), mesh, placement))
+            got = fn(placed(Tensor(a), line, placement))
             want = fn(Tensor(a.astype(np.float32)))
             assert got.dtype == ms.float16, (name, got.dtype)
             equal(got, want.astype(ms.float16), name, rtol=2e-3)
-    x = placed(Tensor(apart), mesh, S(0))
+    x = placed(Tensor(apart), line, S(0))
     equal(mint.nn.functional.mse_loss(x, x * 0), Tensor(40000, ms.float16), "mse_loss")
 
 
-def what_is_written_from_itself_under_autograd(world):
+def what_is_written_from_itself_under_autograd(world, line):
     def step(t):
         y = t * 2
         y[1:3] = mint.exp(y[1:3]) * 2
         kept = y[4:] * 3
         y[0] = 5.0
         return (y * t).sum() + kept.sum()
-    x, mesh = data(5, 7, 6), mesh_1d()
+    x = data(5, 7, 6)
     want = ms.grad(step)(x)
     for placement in (R, S(0), S(1)):  # one rank has no column
-        equal(md.grad(step)(placed(x, mesh, placement)), want, str(placement))
+        equal(md.grad(step)(placed(x, line, placement)), want, str(placement))
 
 
-def a_softmax_of_one_number_spoils_no_later_gradient(world):
+def a_softmax_of_one_number_spoils_no_later_gradient(world, line):
     def weighted(t):
         return (ops.Softmax(2)(t) * t).sum()  # along 2: nobody else's, so the first of its kernel in this process
-    one, x, mesh = data(1, 4, 3, 1), data(2, 4, 3, 5), mesh_1d()
+    one, x = data(1, 4, 3, 1), data(2, 4, 3, 5)
     for placement in (S(0), R):
-        equal(md.grad(weighted)(placed(one, mesh, placement)), Tensor(np.ones((4, 3, 1), np.float32)), str(placement))
+        equal(md.grad(weighted)(placed(one, line, placement)), Tensor(np.ones((4, 3, 1), np.float32)), str(placement))
     a = x.asnumpy().astype(np.float64)
     p = np.exp(a) / np.exp(a).sum(2, keepdims=True)
-    equal(md.grad(weighted)(placed(x, mesh, S(0))), p * (1 + a - (p * a).sum(2, keepdims=True)), "later")
+    equal(md.grad(weighted)(placed(x, line, S(0))), p * (1 + a - (p * a).sum(2, keepdims=True)), "later")
 
 
-def a_thin_shard_does_not_tell_how_the_whole_lies(world):
-    mesh = mesh_1d()
-    x = placed(data(6, 8, 4, 3), mesh, S(1)) * 1  # one index of dim 1 on each rank: its transpose is contiguous there
+def a_thin_shard_does_not_tell_how_the_whole_lies(world, line):
+    x = placed(data(6, 8, 4, 3), line, S(1)) * 1  # one index of dim 1 on each rank: its transpose is contiguous there
     before, flat = array(x), mint.transpose(x, 0, 1).contiguous().view((4, 24))  # a copy on one device
     text = refusal(lambda: flat.copy_(flat * 0))  # noqa: F821
     assert "clone" in text, text
@@ -292,14 +287,14 @@ def sums_over_no_elements_have_gradients(world):
     assert grads.shape == (5, 8, 0) and grads.local_shape == (5, 2, 0)
 
 
-def integers_have_no_gradient(world):
-    x, mesh = data(8, 2, 6), mesh_1d()
+def integers_have_no_gradient(world, line):
+    x = data(8, 2, 6)
 
     def fn(t):
         whole = (t * 3).astype(ms.int32).astype(ms.float32)
         return (t * 0.5).sum() + (whole * whole).sum() * 0.3 + (whole * 0.7).sum()
     for placement in (R, S(0), S(1)):
-        equal(md.grad(fn)(placed(x, mesh, placement)), np.full((2, 6), 0.5, np.float32), str(placement))
+        equal(md.grad(fn)(placed(x, line, placement)), np.full((2, 6), 0.5, np.float32), str(placement))
 
 
 def an_expanded_view_is_not_written_on_any_rank(world):

@@ -24,7 +24,7 @@ from ms_dtensor.parallel import (
 from ms_dtensor.parallel.late import Debt, Late
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
+from tests.dist.operands import R, S, data, mesh_1d
 from tests.dist.support import array, counted, equal, refusal
 from tests.tiers import sampled
 
@@ -83,13 +83,12 @@ def pieces_are_as_the_whole_and_one_collective_each(world):
             assert count["all_reduce", "backward"] == 2 * bias, ("of the row-wise biases; the loss stays a sum", count)
 
 
-def beside_data_parallelism_and_where_rows_are_uneven(world):
-    mesh = mesh_2d()
+def beside_data_parallelism_and_where_rows_are_uneven(world, grid):
     for wrap, n in ((replicate, 16), (fully_shard, 16), (replicate, 10)):
         x, plain, net = data(1, n, 6), fill(Gated()), fill(Gated())
-        overlapped(net, mesh["tp"], 2, 0)
-        wrap(net, mesh=mesh["dp"])
-        dx = distribute_tensor(x, mesh, [S(0), S(0)])
+        overlapped(net, grid["tp"], 2, 0)
+        wrap(net, mesh=grid["dp"])
+        dx = distribute_tensor(x, grid, [S(0), S(0)])
         want, _ = trained(plain, x)
         got, count = trained(net, dx)
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -122,10 +121,9 @@ def owing(net, mesh, later: bool):
     return parallelize_module(net, mesh, {"": OverlappedGradients()}) if later else net
 
 
-def gradients_of_weights_wait_for_the_next_communication(world):
+def gradients_of_weights_wait_for_the_next_communication(world, grid):
     """The same bits and collectives; of six functions all but the first's gradients are paid by who sends next."""
-    mesh = mesh_2d()
-    x = distribute_tensor(data(1, 16, 6), mesh, [S(0), S(0)])
+    x = distribute_tensor(data(1, 16, 6), grid, [S(0), S(0)])
     want, _ = trained(fill(Twice()), data(1, 16, 6))
     paid, pay, take = Counter(), Late.pay, Debt.take
 
@@ -139,11 +137,11 @@ def gradients_of_weights_wait_for_the_next_communication(world):
     for wrap, again in sampled(((replicate, False), (fully_shard, False), (fully_shard, True)), 2):
         made = []
         for later in (False, True):
-            net = owing(fill(Twice()), mesh["tp"], later)
+            net = owing(fill(Twice()), grid["tp"], later)
             net.second.up.weight.requires_grad = wrap is fully_shard  # one that asks for none has no gate
             if again:
                 net.recompute()
-            net = wrap(net, mesh=mesh["dp"])
+            net = wrap(net, mesh=grid["dp"])
             paid.clear()
             try:
                 Late.pay, Debt.take = paying, taking
@@ -162,21 +160,21 @@ def gradients_of_weights_wait_for_the_next_communication(world):
                 equal(a, b, f"{wrap.__name__} {again} {i}")
 
 
-def other_layouts_than_the_styles_and_bfloat16(world):
+def other_layouts_than_the_styles_and_bfloat16(world, grid):
     """At 16 bits the values of a gather at the door; what lies otherwise is brought there."""
-    mesh, policy = mesh_2d(), MixedPrecisionPolicy(param_dtype=ms.bfloat16)
-    x, made = distribute_tensor(data(1, 16, 6), mesh, [S(0), S(0)]), []
+    policy = MixedPrecisionPolicy(param_dtype=ms.bfloat16)
+    x, made = distribute_tensor(data(1, 16, 6), grid, [S(0), S(0)]), []
     at_the_door = fill(Gated())
-    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R).apply(at_the_door, mesh["tp"])
-    parallelize_module(at_the_door, mesh["tp"], {
+    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R).apply(at_the_door, grid["tp"])
+    parallelize_module(at_the_door, grid["tp"], {
         "up": ColwiseParallel(use_local_output=False), "gate": ColwiseParallel(use_local_output=False),
         **dict.fromkeys(("down", "side"), RowwiseParallel(output_layouts=S(0), use_local_output=False))})
-    for net in (overlapped(fill(Gated()), mesh["tp"], 4, 0), at_the_door):
-        made.append(trained(replicate(net, mesh=mesh["dp"], mp_policy=policy), x)[0])
+    for net in (overlapped(fill(Gated()), grid["tp"], 4, 0), at_the_door):
+        made.append(trained(replicate(net, mesh=grid["dp"], mp_policy=policy), x)[0])
     for i, (a, b) in enumerate(zip(*made, strict=True)):
         equal(a, b, f"bfloat16 {i}", 3e-2)
-    net = overlapped(fill(Gated()), mesh["tp"], 4, 0)
-    whole = distribute_tensor(data(1, 16, 6), mesh["tp"], [R])
+    net = overlapped(fill(Gated()), grid["tp"], 4, 0)
+    whole = distribute_tensor(data(1, 16, 6), grid["tp"], [R])
     equal(net(whole), fill(Gated())(data(1, 16, 6)), "placed as the style says")
 
 

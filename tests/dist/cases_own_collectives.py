@@ -15,7 +15,7 @@ from ms_dtensor.comm.world import named_group
 from ms_dtensor.errors import CollectiveMismatch, CommError
 from tests.cases import case
 from tests.comm import contract
-from tests.dist.operands import S, data, mesh_2d
+from tests.dist.operands import S, data
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 dist = captured.distributed
@@ -143,10 +143,10 @@ def the_contract_holds_through_mint_distributed(world):
 
 
 @case(4, timeout=120)
-def collectives_that_return_have_gradients(world):
+def collectives_that_return_have_gradients(world, grid):
     """Of the sum of what all ranks differentiate, with one transposed collective each."""
-    mesh, n = mesh_2d(), 2
-    group, here, pair = mesh.get_group("tp"), world.rank % 2, world.rank // 2
+    n = 2
+    group, here, pair = grid.get_group("tp"), world.rank % 2, world.rank // 2
     xs = [data(10 + 2 * pair + r, 4, 3) for r in range(n)]
     own = [data(60 + r, 4, 3) for r in range(n)]
     pulls_of_all = sum(x.asnumpy() for x in own)
@@ -176,9 +176,8 @@ def collectives_that_return_have_gradients(world):
 
 
 @case(4, timeout=120)
-def groups_are_known_by_name_and_errors_are_alike(world):
-    mesh = mesh_2d()
-    tp = mesh.get_group("tp")
+def groups_are_known_by_name_and_errors_are_alike(world, grid):
+    tp = grid.get_group("tp")
     x = data(world.rank, 4)
     with comm.mindspore_collectives() as state:
         assert comm.mindspore_collectives() is state
@@ -203,7 +202,7 @@ def groups_are_known_by_name_and_errors_are_alike(world):
         handles[1].wait()
         handles[0].wait()
         equal(z, data(left, 4))
-        dx = distribute_tensor(data(1, 4), mesh, [S(0), S(0)])
+        dx = distribute_tensor(data(1, 4), grid, [S(0), S(0)])
         wide = Tensor(np.zeros(9, np.float32))
         for call, error, words in (
                 (lambda: all_reduce(dx), CommError, "a DTensor was given"),

@@ -34,8 +34,7 @@ class WeightedSum(DFunction):
         return ((grad * ops.ones_like(a), 2 * grad * ops.ones_like(b)),)
 
 
-def tensors_in_lists_are_laid_out_moved_and_wrapped(world):
-    mesh = mesh_1d()
+def tensors_in_lists_are_laid_out_moved_and_wrapped(world, line):
     x, y, w = data(1, 8, 3), data(2, 7, 2), data(3, 8, 3)
     plain = lambda nest: (lambda a, b: a.sum() + 2 * b.sum())(*nest)  # noqa: E731
     keys = lambda nest: plain(tuple(nest.values()))  # noqa: E731
@@ -48,17 +47,16 @@ def tensors_in_lists_are_laid_out_moved_and_wrapped(world):
                 (list, local_map(plain, [P], (([S(0)], [S(0)]),), in_grad_placements=([S(0)],), **options))):
             check_against_one_device(
                 lambda a, b, f=fn, n=nest: (f(n((a * a, b * b))) if isinstance(a, DTensor) else plain((a * a, b * b))) ** 2,
-                [x, y], [[lx], [ly]], mesh, f"{nest} {lx} {ly}")
-    da, dw = (distribute_tensor(t, mesh, [S(0)]) for t in (x, w))
+                [x, y], [[lx], [ly]], line, f"{nest} {lx} {ly}")
+    da, dw = (distribute_tensor(t, line, [S(0)]) for t in (x, w))
     equal(local_map(lambda a, *, more: a + more["w"][0], [S(0)], ([S(0)],))(da, more={"w": [dw]}), x + w, "keywords")
     cut = local_map(lambda pair: ops.matmul(pair[0].swapaxes(0, 1), pair[1]), [S(0)], (([S(1)], [R]),),
                     redistribute_inputs=True, out_shapes=((3, 3),))
     equal(cut([da, dw]), x.asnumpy().T @ w.asnumpy(), "each by its own")
 
 
-def nests_that_cannot_be_laid_out_are_refused_before_anything_moves(world):
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 8, 3), mesh, [S(1)])
+def nests_that_cannot_be_laid_out_are_refused_before_anything_moves(world, line):
+    x = distribute_tensor(data(1, 8, 3), line, [S(1)])
     first = lambda nest: nest[0] * 1  # noqa: E731
     with register_rule("own_sum", "S(0), S(0) -> S(0)") as rule:
         own_sum = rule(lambda a, b: a["x"] + b)
@@ -131,11 +129,10 @@ class Product(DFunction):
         return g @ b.T, a.T @ g
 
 
-def empty_shards_of_own_functions_make_the_nodes_of_the_others(world):
-    mesh = mesh_1d()
+def empty_shards_of_own_functions_make_the_nodes_of_the_others(world, line):
     a, b = data(1, 7, 5), data(2, 5, 3)  # 2, 2, 1 and 0 columns
     x, y = a.asnumpy(), b.asnumpy()
-    da, db = distribute_tensor(a, mesh, [S(1)]), distribute_tensor(b, mesh, [S(0)])
+    da, db = distribute_tensor(a, line, [S(1)]), distribute_tensor(b, line, [S(0)])
     inner = grad(lambda u, v: (Product.apply(u, v) ** 2).sum(), (0, 1))
     equal(inner(da, db)[0], 2 * x @ y @ y.T, "first")
     got = grad(lambda u, v: (inner(u, v)[0] ** 2).sum(), (0, 1))(da, db)
@@ -144,10 +141,10 @@ def empty_shards_of_own_functions_make_the_nodes_of_the_others(world):
     equal(got[1], 8 * (m @ y + m.T @ y), "second, the other factor")
     mine = local_map(lambda u, v: u @ v if u.shape[1] else ops.zeros((7, 3)), [P], ([S(1)], [S(0)]))
     check_against_one_device(lambda u, v: ((mine(u, v) if isinstance(u, DTensor) else u @ v) ** 2).sum(),
-                             [a, b], [[S(1)], [S(0)]], mesh, "a branch for nothing")
+                             [a, b], [[S(1)], [S(0)]], line, "a branch for nothing")
     out = local_map(lambda u, v: u @ v, [S(1)], ([R], [S(1)]), out_shapes=((7, 3),))  # 1, 1, 1 and 0 columns of 3
     check_against_one_device(lambda u, v: ((out(u, v) if isinstance(u, DTensor) else u @ v) ** 2).sum(),
-                             [a, b], [[R], [S(1)]], mesh, "an empty result")
+                             [a, b], [[R], [S(1)]], line, "an empty result")
 
 
 class Asks(DFunction):
@@ -168,9 +165,8 @@ class Asks(DFunction):
         return (g * 2 if ctx.back is None else ctx.back), g if ctx.needs_input_grad[1] else None
 
 
-def a_backward_knows_whose_gradient_is_wanted_and_returns_tensors(world):
-    mesh = mesh_1d()
-    for x, y in ([data(1, 5, 3), data(2, 5, 3)], [distribute_tensor(data(i, 5, 3), mesh, [S(0)]) for i in (1, 2)]):
+def a_backward_knows_whose_gradient_is_wanted_and_returns_tensors(world, line):
+    for x, y in ([data(1, 5, 3), data(2, 5, 3)], [distribute_tensor(data(i, 5, 3), line, [S(0)]) for i in (1, 2)]):
         for back in (1.0, 3, np.ones((5, 3), np.float32)):
             told = refusal(lambda b=back: grad(lambda t: Asks.apply(t, y, b).sum())(x + y))
             assert f"the gradient of argument 0 is a {type(back).__name__}" in told, told

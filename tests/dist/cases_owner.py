@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from ms_dtensor import comm, value_and_grad
-from tests.dist.operands import R, S, data, mesh_1d, placed
+from tests.dist.operands import R, S, data, placed
 from tests.dist.support import array, counted, equal
 
 
@@ -19,13 +19,13 @@ def _wide(x):
     return array(x).astype(np.float32)
 
 
-def bfloat16_of_fewer_elements_than_ranks(world):
-    mesh, group, me = mesh_1d(), comm.group(tuple(range(4))), world.rank
+def bfloat16_of_fewer_elements_than_ranks(world, line):
+    group, me = comm.group(tuple(range(4))), world.rank
     for n in range(10):
         numbers = np.arange(1, n + 1, dtype=np.float32) / 4
         x = Tensor(numbers, ms.bfloat16)
         if n:
-            dx = placed(x, mesh, S(0))
+            dx = placed(x, line, S(0))
             with counted() as count:
                 value, grad = value_and_grad(lambda t: (t * t).mean(), 0)(dx)
                 whole = _wide(value)
@@ -66,19 +66,19 @@ def _told(call):
     return ""
 
 
-def gradients_communicate_on_the_owners_thread_and_on_mindspores(world):
-    mesh, done, told = mesh_1d(), threading.Event(), []
-    _step(mesh)
-    other = threading.Thread(target=lambda: told.append(_told(lambda: _step(mesh))), name="other")
+def gradients_communicate_on_the_owners_thread_and_on_mindspores(world, line):
+    done, told = threading.Event(), []
+    _step(line)
+    other = threading.Thread(target=lambda: told.append(_told(lambda: _step(line))), name="other")
     other.start()
     other.join()
     assert told[0].startswith("CommError: For 'all_reduce', another thread communicates"), told
-    _step(mesh)
+    _step(line)
     # Python has not started this one, nor those on which MindSpore runs a backward where ops are asynchronous.
-    _thread.start_new_thread(lambda: (told.append(_told(lambda: _step(mesh))), done.set()), ())
+    _thread.start_new_thread(lambda: (told.append(_told(lambda: _step(line))), done.set()), ())
     done.wait()
     assert told[1] == "", told
-    _step(mesh)
+    _step(line)
 
 
 def a_forked_child_is_refused_and_its_parent_goes_on(world):

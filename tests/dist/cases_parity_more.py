@@ -8,42 +8,39 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, Partial, parallelize_module
-from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import Built, P, R, S, data, placed
 from tests.dist.support import array, counted, equal, refusal
 
 REDUCED = {"sum": lambda x: x.sum(0), "avg": lambda x: x.mean(0), "max": lambda x: x.max(0), "min": lambda x: x.min(0),
            "prod": lambda x: x.prod(0)}
 
 
-def what_is_copied_into_a_partial_keeps_its_reduction(world):
-    mesh = mesh_1d()
+def what_is_copied_into_a_partial_keeps_its_reduction(world, line):
     for op, reduced in REDUCED.items():
         for shape in ((3, 5), (5,), (3, 1), ()):
             mine = [data(10 + r, *shape).asnumpy() for r in range(4)]
-            x = DTensor.from_local(data(world.rank, 3, 5), mesh, [Partial(op)])
+            x = DTensor.from_local(data(world.rank, 3, 5), line, [Partial(op)])
             with counted({}):
-                out = x.copy_(DTensor.from_local(Tensor(mine[world.rank]), mesh, [Partial(op)]))
+                out = x.copy_(DTensor.from_local(Tensor(mine[world.rank]), line, [Partial(op)]))
             assert out is x and x.placements == (Partial(op),), (op, shape)
             equal(x, np.broadcast_to(reduced(np.stack(mine)), (3, 5)), f"{op} {shape}")
-    x = DTensor.from_local(data(1, 3, 5), mesh, [P])
+    x = DTensor.from_local(data(1, 3, 5), line, [P])
     for other in (Partial("max"), R):
-        assert "change its placement" in refusal(lambda other=other: x.copy_(DTensor.from_local(data(2, 3, 5), mesh, [other])))
+        assert "change its placement" in refusal(lambda other=other: x.copy_(DTensor.from_local(data(2, 3, 5), line, [other])))
 
 
-def small_bfloat16_sums_are_reduced(world):
-    mesh = mesh_1d()
+def small_bfloat16_sums_are_reduced(world, line):
     for n in ((), (1,), (3,), (4,), (5,)):
         for op, reduced in REDUCED.items():
             mine = np.stack([np.full(n, r + 1.5, np.float32) for r in range(4)])
-            got = DTensor.from_local(Tensor(mine[world.rank]).astype(ms.bfloat16), mesh, [Partial(op)]).full_tensor()
+            got = DTensor.from_local(Tensor(mine[world.rank]).astype(ms.bfloat16), line, [Partial(op)]).full_tensor()
             assert got.dtype == ms.bfloat16
             equal(got.astype(ms.float32), reduced(mine), f"{op} {n}", rtol=1e-2)
 
 
-def the_dtype_that_was_asked_for(world):
-    mesh = mesh_1d()
+def the_dtype_that_was_asked_for(world, line):
     x = data(1, 4, 8)
-    f = placed(x, mesh, S(0))
+    f = placed(x, line, S(0))
     b = f.astype(ms.bfloat16)
     for got, dtype in (
             (f.type_as(b), ms.bfloat16), (b.type_as(f), ms.float32), (mint.sum(b, 1, dtype=ms.float32), ms.float32),
@@ -55,11 +52,10 @@ def the_dtype_that_was_asked_for(world):
     equal(mint.sum(b, 1, dtype=ms.float32), rounded.sum(1))
 
 
-def seeds_of_mindspore_seed_dtensors(world):
-    mesh = mesh_1d()
+def seeds_of_mindspore_seed_dtensors(world, line):
 
     def drawn():
-        return array(md.rand((8, 3), device_mesh=mesh, placements=[S(0)]))
+        return array(md.rand((8, 3), device_mesh=line, placements=[S(0)]))
     ms.set_seed(3)
     first, second = drawn(), drawn()
     ms.set_seed(3)
@@ -68,17 +64,16 @@ def seeds_of_mindspore_seed_dtensors(world):
     assert not np.array_equal(first, drawn())
 
 
-def a_product_over_nothing_is_zero(world):
-    mesh = mesh_1d()
+def a_product_over_nothing_is_zero(world, line):
     none, nothing = Tensor(np.zeros((12, 0), np.float32)), Tensor(np.zeros((0, 4), np.float32))
     x = data(1, 12, 4)
     for p, q in (([S(0)], [R]), ([R], [S(1)]), ([S(1)], [S(0)]), ([R], [R])):
-        left, right = (placed(t, mesh, *at) for t, at in ((none, p), (nothing, q)))
+        left, right = (placed(t, line, *at) for t, at in ((none, p), (nothing, q)))
         for _ in range(3):
             equal(mint.matmul(left, right), np.zeros((12, 4), np.float32), f"{p} {q}")
-        dx = placed(x, mesh, R)
+        dx = placed(x, line, R)
         equal(mint.addmm(dx, left, right), x, f"{p} {q}")
-    value, grad = md.value_and_grad(lambda t: (t * t).sum())(placed(x, mesh, S(0)))
+    value, grad = md.value_and_grad(lambda t: (t * t).sum())(placed(x, line, S(0)))
     equal(value, (x * x).sum())
     equal(grad, 2 * x)
 
@@ -96,26 +91,26 @@ class Scaled(nn.Dense):
         return super().construct(x * self.by)
 
 
-def styles_replicate_the_buffers_of_their_cells(world):
+def styles_replicate_the_buffers_of_their_cells(world, grid):
     def net_of_two():
         norm = nn.LayerNorm((8,))
         norm.register_buffer("unused", data(6, 3))
         return Built(lambda c, x: c.down(mint.tanh(c.up(c.norm(x)))), norm=norm, up=Scaled(8, 12, data(1, 8)),
                      down=Scaled(12, 8, data(2)))
     x = data(5, 4, 8)
-    plain, mesh = net_of_two(), mesh_2d()
+    plain = net_of_two()
     plan = {"norm": md.SequenceParallel(sequence_dim=0), "up": ColwiseParallel(use_local_output=False),
             "down": md.RowwiseParallel(use_local_output=False)}
     net = net_of_two()
     net.up._buffers["by"] = data(1 + world.rank, 8)  # coordinate 0's are everybody's
-    net = parallelize_module(net, mesh["tp"], plan)
+    net = parallelize_module(net, grid["tp"], plan)
     for buffer in (net.norm.unused, net.up.by, net.down.by):
         assert isinstance(buffer, DTensor) and buffer.placements == (R,) and not isinstance(buffer, Parameter)
     if world.rank < 2:
         equal(net.up.by, data(1, 8))
-    alone = parallelize_module(net_of_two(), mesh["tp"], plan)
+    alone = parallelize_module(net_of_two(), grid["tp"], plan)
     want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
-    for model in (alone, md.distribute_module(parallelize_module(net_of_two(), mesh["tp"], plan), mesh["tp"])):
+    for model in (alone, md.distribute_module(parallelize_module(net_of_two(), grid["tp"], plan), grid["tp"])):
         got = md.value_and_grad(lambda t, m=model: (m(t) ** 2).mean(), None, model.trainable_params())(
-            placed(x, mesh["tp"], R))
+            placed(x, grid["tp"], R))
         equal(got, want)

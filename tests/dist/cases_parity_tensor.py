@@ -36,10 +36,9 @@ def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
 
 
 # -- api: distribute_tensor ----------------------------------------------------------------------------------------------
-def distribute_is_one_collective_and_shapes_are_global(world):
-    mesh = mesh_1d()
+def distribute_is_one_collective_and_shapes_are_global(world, line):
     with counted() as count:
-        x = distribute_tensor(data(1, 12, 3), mesh, [S(0)])
+        x = distribute_tensor(data(1, 12, 3), line, [S(0)])
     assert sum(count.values()) == 1 and x.size() == (12, 3) and tuple(x.to_local().shape) == (3, 3)
 
 
@@ -290,13 +289,12 @@ def zeros_on_some_of_the_ranks(world):
 
 
 # -- utils ---------------------------------------------------------------------------------------------------------------
-def local_shape_and_offset_cut_the_global_tensor(world):
-    mesh = mesh_2d()
+def local_shape_and_offset_cut_the_global_tensor(world, grid):
     for placements in ((S(0), S(0)), (S(0), S(1)), (S(0), R), (S(1), S(1)), (S(1), R), (R, R)):
         for rows in range(1, 9):
             n = 64 // rows * rows
             x = Tensor(np.arange(n, dtype=np.float32).reshape(rows, -1))
-            part = placed(x, mesh, *placements)
+            part = placed(x, grid, *placements)
             at, size = part.layout.local_offset(), part.layout.local_shape()
             np.testing.assert_array_equal(part.to_local().asnumpy(), x.asnumpy()[at[0]:at[0] + size[0], at[1]:at[1] + size[1]])
 

@@ -61,14 +61,14 @@ def _compare(make, plan, mesh, x, dx, after=lambda net: net):
 
 
 # -- fused projections ---------------------------------------------------------------------------------------------------
-def fused_qkv_is_cut_by_head(world):
-    mesh, x = mesh_1d(), data(1, 5, 10)
+def fused_qkv_is_cut_by_head(world, line):
+    x = data(1, 5, 10)
     for local in (True, False):
         def tell(net, local=local):
             net.ranks = 4 if local else 1
         plan = {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=local),
                 "o_proj": RowwiseParallel(use_local_output=False)}
-        net, count = _compare(Attention, plan, mesh, x, x if local else distribute_tensor(x, mesh), tell)
+        net, count = _compare(Attention, plan, line, x, x if local else distribute_tensor(x, line), tell)
         assert count.pop(TOLD, 0) == local
         assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
         w = net.qkv_proj.weight
@@ -80,36 +80,36 @@ def fused_qkv_is_cut_by_head(world):
             [mine[6 * r:6 * r + 6], mine[24 + 3 * r:27 + 3 * r], mine[36 + 3 * r:39 + 3 * r]]))
 
 
-def fused_outputs_are_the_parts_in_the_models_order(world):
-    mesh, x = mesh_1d(), data(1, 5, 10)
+def fused_outputs_are_the_parts_in_the_models_order(world, line):
+    x = data(1, 5, 10)
     net = fill(Attention())
     want = np.split(net.qkv_proj(x).asnumpy(), (24, 36), -1)
-    parallelize_module(net, mesh, {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)})
+    parallelize_module(net, line, {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)})
     with counted({}):
-        parts = net.qkv_proj(distribute_tensor(x, mesh, src_data_rank=None))
+        parts = net.qkv_proj(distribute_tensor(x, line, src_data_rank=None))
     assert all(p.placements == (S(1),) for p in parts)
     equal(parts, want)
-    wide = net.qkv_proj(placed(x, mesh, S(0)))  # brought to Replicate
+    wide = net.qkv_proj(placed(x, line, S(0)))  # brought to Replicate
     equal(wide[0], want[0])
 
 
-def fused_gate_up_is_cut_by_block(world):
-    mesh, x = mesh_1d(), data(2, 5, 10)
+def fused_gate_up_is_cut_by_block(world, line):
+    x = data(2, 5, 10)
     for local in (True, False):
         plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=local),
                 "down_proj": RowwiseParallel(use_local_output=False)}
-        net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
+        net, count = _compare(GateUp, plan, line, x, x if local else distribute_tensor(x, line))
         assert count.pop(TOLD, 0) == local
         assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
         assert net.gate_up_proj.weight.placements == (md.FusedShard(0, (12, 12)),)
 
 
-def fused_weights_on_two_axes(world):
-    mesh, x = mesh_2d(), data(3, 8, 10)
-    share = Tensor(x.asnumpy()[4 * mesh.get_local_rank("dp"):][:4])
+def fused_weights_on_two_axes(world, grid):
+    x = data(3, 8, 10)
+    share = Tensor(x.asnumpy()[4 * grid.get_local_rank("dp"):][:4])
     plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=False),
             "down_proj": RowwiseParallel(use_local_output=False)}
-    net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: md.replicate(m, mesh=mesh["dp"]))
+    net, _ = _compare(GateUp, plan, grid["tp"], x, share, lambda m: md.replicate(m, mesh=grid["dp"]))
     assert net.gate_up_proj.weight.placements == (R, md.FusedShard(0, (12, 12)))
 
 
@@ -122,8 +122,8 @@ def _told_why(fn, kind):
     raise AssertionError("accepted")
 
 
-def errors_of_fused_projections_name_what_is_right(world):
-    mesh, x = mesh_1d(), data(1, 5, 10)
+def errors_of_fused_projections_name_what_is_right(world, line):
+    x = data(1, 5, 10)
 
     class Unchanged(Attention):
         def construct(self, x):
@@ -137,88 +137,87 @@ def errors_of_fused_projections_name_what_is_right(world):
             return mint.split(self.qkv_proj(x), (24, 12, 12), -1)[0]
     for make in (Unchanged, Splits):
         for where in ({"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)},):
-            net = parallelize_module(fill(make()), mesh, where)
-            told = _told_why(lambda n=net: n(distribute_tensor(x, mesh)), LayoutError)
+            net = parallelize_module(fill(make()), line, where)
+            told = _told_why(lambda n=net: n(distribute_tensor(x, line)), LayoutError)
             assert "a tuple of DTensors" in told and "q, k, v = self.qkv(x)" in told, told
             assert "ColwiseParallel(use_local_output=False)" in told, told
-    net = parallelize_module(fill(Unchanged()), mesh, {"qkv_proj": ColwiseParallel()})
+    net = parallelize_module(fill(Unchanged()), line, {"qkv_proj": ColwiseParallel()})
     told = _told_why(lambda: net(x), LayoutError)
     assert "use_local_output=False" in told and "FusedColwiseParallel" in told and "-1" not in told, told
 
 
-def ids_that_all_ranks_pass_whole_are_no_pieces(world):
-    mesh, ids = mesh_1d(), Tensor(np.array([[3, 1, 2, 0]], np.int32))
-    cell = parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel())
+def ids_that_all_ranks_pass_whole_are_no_pieces(world, line):
+    ids = Tensor(np.array([[3, 1, 2, 0]], np.int32))
+    cell = parallelize_module(fill(nn.Embedding(8, 6)), line, RowwiseParallel())
     told = _told_why(lambda: cell(ids), LayoutError)
     assert "input_layouts=Replicate()" in told, told
     same_on_all_ranks(world, told)
     table = fill(nn.Embedding(8, 6))
     equal(cell(ids[:, world.rank:world.rank + 1]), table(ids), "pieces")
-    equal(parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel(input_layouts=R))(ids), table(ids), "whole")
+    equal(parallelize_module(fill(nn.Embedding(8, 6)), line, RowwiseParallel(input_layouts=R))(ids), table(ids), "whole")
 
 
-def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world):
-    mesh, x = mesh_2d(), data(1, 4, 8)
+def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world, grid):
+    x = data(1, 4, 8)
 
     def own():
         return fill(Built(lambda c, x: mint.nn.functional.linear(x, c.up.weight), up=nn.Dense(8, 8)))
-    net = parallelize_module(own(), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
-    told = _told_why(lambda: net(distribute_tensor(x, mesh, {"dp": S(0)})), OpRuleError)
+    net = parallelize_module(own(), grid["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    told = _told_why(lambda: net(distribute_tensor(x, grid, {"dp": S(0)})), OpRuleError)
     assert "replicate(net, mesh=mesh['dp'])" in told, told
-    equal(md.replicate(net, mesh=mesh["dp"])(distribute_tensor(x, mesh, {"dp": S(0)})), own()(x))
+    equal(md.replicate(net, mesh=grid["dp"])(distribute_tensor(x, grid, {"dp": S(0)})), own()(x))
 
 
-def fused_refusals(world):
-    mesh = mesh_1d()
+def fused_refusals(world, line):
     cell = fill(GateUp()).gate_up_proj
     texts = []
     for wrong in (lambda: FusedColwiseParallel((12, 12), units=5), lambda: FusedColwiseParallel(()),
-                  lambda: FusedColwiseParallel((12, 11)).apply(cell, mesh),
-                  lambda: FusedColwiseParallel((12, 12), units=6).apply(cell, mesh),
+                  lambda: FusedColwiseParallel((12, 11)).apply(cell, line),
+                  lambda: FusedColwiseParallel((12, 12), units=6).apply(cell, line),
                   lambda: FusedColwiseParallel((12, 12)).apply(cell, mesh_2d()),
-                  lambda: FusedColwiseParallel((12, 12)).apply(nn.ReLU(), mesh)):
+                  lambda: FusedColwiseParallel((12, 12)).apply(nn.ReLU(), line)):
         with counted({}):
             texts.append(refusal(wrong, (ConfigError, LayoutError)))
     same_on_all_ranks(world, "\n".join(texts))
-    FusedColwiseParallel((12, 12)).apply(cell, mesh)
+    FusedColwiseParallel((12, 12)).apply(cell, line)
     try:
-        FusedColwiseParallel((12, 12)).apply(cell, mesh)
+        FusedColwiseParallel((12, 12)).apply(cell, line)
     except LayoutError as e:
         assert "laid out already" in str(e)
 
 
 # -- styles by keyword and on named axes -----------------------------------------------------------------------------------
-def the_input_may_come_by_keyword(world):
-    mesh, x = mesh_1d(), data(5, 6, 8)
+def the_input_may_come_by_keyword(world, line):
+    x = data(5, 6, 8)
     for style, make, name in ((ColwiseParallel(output_layouts=R), lambda: nn.Dense(8, 8), "x"),
                               (RowwiseParallel(input_layouts=R), lambda: nn.Dense(8, 8), "x"),
                               (FusedColwiseParallel((4, 4)), lambda: nn.Dense(8, 8), "x"),
                               (md.SequenceParallel(sequence_dim=0), lambda: nn.LayerNorm((8,)), "input_x")):
-        cell = parallelize_module(fill(make()), mesh, style)
+        cell = parallelize_module(fill(make()), line, style)
         whole = not isinstance(style, md.SequenceParallel)
         given = x if whole else Tensor(np.ascontiguousarray(np.array_split(np.tile(x.asnumpy(), (2, 1)), 4)[world.rank]))
         equal(cell(**{name: given}), cell(given))
         assert "without an input" in refusal(cell, LayoutError)
 
 
-def styles_speak_of_named_axes_on_a_mesh_of_two(world):
-    mesh, x = mesh_2d(), data(6, 8, 4)
+def styles_speak_of_named_axes_on_a_mesh_of_two(world, grid):
+    x = data(6, 8, 4)
 
     class Seen(nn.Cell):
         def construct(self, x, y=None):
             self.seen = (x, y)
             return x * 2
-    cell = parallelize_module(Seen(), mesh, md.PrepareModuleInputOutput(
+    cell = parallelize_module(Seen(), grid, md.PrepareModuleInputOutput(
         input_layouts=({"dp": S(0)},), desired_input_layouts=({"dp": R, "tp": S(1)},),
         input_kwarg_layouts={"y": {"tp": S(1)}}, desired_input_kwarg_layouts={"y": {"tp": R}},
         output_layouts=({"dp": R},), desired_output_layouts=({"dp": S(0), "tp": R},), use_local_output=False))
-    dp, tp = mesh.get_coordinate()
+    dp, tp = grid.get_coordinate()
     out = cell(Tensor(x.asnumpy()[4 * dp:][:4]), y=Tensor(np.ascontiguousarray(x.asnumpy()[:, 2 * tp:][:, :2])))
     assert cell.seen[0].placements == (R, S(1)) and cell.seen[1].placements == (R, R) and out.placements == (S(0), R)
     equal(cell.seen[0], x)
     equal(cell.seen[1], x)
     equal(out, x * 2)
-    assert "does not say which axis" in refused_alike(world, lambda: parallelize_module(Seen(), mesh, md.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R)), LayoutError)
+    assert "does not say which axis" in refused_alike(world, lambda: parallelize_module(Seen(), grid, md.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R)), LayoutError)
 
 
 # -- suggest_plan --------------------------------------------------------------------------------------------------------
@@ -232,25 +231,24 @@ def _told(fn):
     return result, out.getvalue()
 
 
-def a_suggested_plan_equals_one_device(world):
-    mesh = mesh_1d()
+def a_suggested_plan_equals_one_device(world, line):
     plain, net = Llama(TINY), Llama(TINY)
     for m in (plain, net):
         init_weights(m, 3)
     before = [type(p) for p in net.get_parameters()]
-    (plan, text) = _told(lambda: md.suggest_plan(net, mesh))
+    (plan, text) = _told(lambda: md.suggest_plan(net, line))
     assert [type(p) for p in net.get_parameters()] == before  # nothing was applied
     assert set(plan) == {"tok_embeddings", "output", *(f"layers.*.attention.w{c}" for c in "qkvo"),
                          *(f"layers.*.feed_forward.w{c}" for c in "123")}
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.*.attention.wq" in text), text
-    _, text = _told(lambda: parallelize_module(net, mesh, plan))
+    _, text = _told(lambda: parallelize_module(net, line, plan))
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.0.attention.wq ... layers.1.attention.wq (2 cells)" in text)
     _, text = _told(lambda: parallelize_module(nn.Dense(4, 4), mesh_2d()["tp"], ColwiseParallel()))
     assert bool(text) == (world.rank == 0)  # one rank tells, not one of each sub-mesh
-    md.distribute_module(net, mesh)
+    md.distribute_module(net, line)
     ids = np.random.default_rng(1).integers(0, 19, (2, 9)).astype(np.int32)
     x, y = Tensor(ids[:, :-1]), Tensor(np.ascontiguousarray(ids[:, 1:]))
-    dx, dy = distribute_tensor(x, mesh), distribute_tensor(y, mesh)
+    dx, dy = distribute_tensor(x, line), distribute_tensor(y, line)
     want = ms.value_and_grad(lambda i: cross_entropy(plain(i), y), None, plain.trainable_params())(x)
     with md.implicit_replication():  # the model makes rotary tables and its mask as it goes: plain, and the same on every rank
         got = md.value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
@@ -317,8 +315,7 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
     same_on_all_ranks(world, "\n".join(texts))
 
 
-def plans_are_refused_whole_before_anything_is_touched(world):
-    mesh = mesh_1d()
+def plans_are_refused_whole_before_anything_is_touched(world, line):
 
     class Tied(nn.Cell):
         def __init__(self):
@@ -330,8 +327,8 @@ def plans_are_refused_whole_before_anything_is_touched(world):
                  {"a": ColwiseParallel(), "b": RowwiseParallel()}, {"a": ColwiseParallel(), "b": "rows"}):
         net = Tied()
         with counted({}):
-            texts.append(refusal(lambda: parallelize_module(net, mesh, plan), (ConfigError, LayoutError)))
+            texts.append(refusal(lambda: parallelize_module(net, line, plan), (ConfigError, LayoutError)))
         assert not any(isinstance(p, DTensor) for p in net.get_parameters()), plan
-        _told(lambda n=net: parallelize_module(n, mesh, {"[ab]": ColwiseParallel()}))  # still usable
+        _told(lambda n=net: parallelize_module(n, line, {"[ab]": ColwiseParallel()}))  # still usable
         assert net.a.weight is net.b.weight and net.a.weight.placements == (S(0),)
     same_on_all_ranks(world, "\n".join(texts))

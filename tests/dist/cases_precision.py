@@ -13,7 +13,7 @@ from ms_dtensor import DTensor, MixedPrecisionPolicy, comm, distribute_module, d
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.dist.cases_buckets import READERS, SEVERAL, filled, gradients, one_device
-from tests.dist.operands import Built, S, mesh_1d, mesh_2d
+from tests.dist.operands import Built, S, mesh_1d
 from tests.dist.support import counted, equal, refusal
 from tests.tiers import sampled
 
@@ -22,13 +22,13 @@ ROUNDING = 2.5e-2  # of the largest element: a few roundings to 8 bits, each 2^-
 
 
 @case(world_size=4, timeout=240)
-def whichever_op_reads_a_parameter_it_sees_bfloat16_and_the_gradient_is_float32(world):
-    mesh, both = mesh_1d(4, "dp"), mesh_2d()
+def whichever_op_reads_a_parameter_it_sees_bfloat16_and_the_gradient_is_float32(world, grid):
+    mesh = mesh_1d(4, "dp")
     for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), 6)):
         if name in ("nn.BatchNorm2d", "nn.Conv2dTranspose", "masked_fill, clamp"):
             continue  # statistics of few numbers, and values that rounding takes across a border
         want = one_device(make, x, mesh)
-        for axis, tp in sampled(((mesh, None), (both["dp"], both["tp"])), 2, shift):
+        for axis, tp in sampled(((mesh, None), (grid["dp"], grid["tp"])), 2, shift):
             net = replicate(filled(make()) if tp is None else distribute_module(filled(make()), tp), mesh=axis, mp_policy=BF16)
             rows = Tensor(np.array_split(x, axis.size())[axis.get_local_rank()])
             assert net(rows).dtype == ms.bfloat16, name
@@ -47,16 +47,15 @@ def scale(width: int) -> nn.Cell:
     return Built(lambda c, x: x * c.weight, weight=Parameter(Tensor(np.ones(width, np.float32)), name="weight"))
 
 
-def summands_of_a_gradient_are_added_up_in_reduce_dtype_on_every_axis(world):
+def summands_of_a_gradient_are_added_up_in_reduce_dtype_on_every_axis(world, grid):
     """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
-    mesh = mesh_2d()
     small = 2.0**-9
     mine = np.full((1, 3), 1.0 if world.rank == 0 else small, np.float32)
-    x = DTensor.from_local(Tensor(mine), mesh, [S(0), S(0)])
+    x = DTensor.from_local(Tensor(mine), grid, [S(0), S(0)])
     for reduce_dtype, dtype, want in ((ms.float32, "Float32", 1 + 3 * small), (None, "BFloat16", None)):
         for bucket_mb in (25, 0):
-            net = distribute_module(scale(3), mesh["tp"])
-            replicate(net, mesh=mesh["dp"], bucket_mb=bucket_mb, mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
+            net = distribute_module(scale(3), grid["tp"])
+            replicate(net, mesh=grid["dp"], bucket_mb=bucket_mb, mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
             with comm.record() as events:
                 _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
             assert grad.dtype == ms.float32 and grad.layout.is_replicated

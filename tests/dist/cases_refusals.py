@@ -269,10 +269,9 @@ def every_refusal_is_the_same_everywhere_and_free(world):
     assert not unlike, "\n\n".join(unlike)
 
 
-def ranks_that_disagree_are_all_told(world):
+def ranks_that_disagree_are_all_told(world, line):
     """The check across ranks is the one refusal that communicates: it is what was asked for."""
-    mesh = mesh_1d()
     for local, placements in ((data(1, 3 if world.rank == 0 else 2, 4), [S(0)]), (data(1, 2, 4 + (world.rank == 2)), [S(0)]),
                               (data(1, 2, 4).astype("float16" if world.rank == 1 else "float32"), [R])):
-        assert "do not make one tensor" in same_on_all_ranks(world, refusal(lambda: DTensor.from_local(local, mesh, placements, run_check=True), LayoutError))
-    equal(DTensor.from_local(data(1, 2, 4), mesh, [S(0)], run_check=True), np.concatenate([data(1, 2, 4).asnumpy()] * 4))
+        assert "do not make one tensor" in same_on_all_ranks(world, refusal(lambda: DTensor.from_local(local, line, placements, run_check=True), LayoutError))
+    equal(DTensor.from_local(data(1, 2, 4), line, [S(0)], run_check=True), np.concatenate([data(1, 2, 4).asnumpy()] * 4))

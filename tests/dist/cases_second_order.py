@@ -108,33 +108,30 @@ def they_are_on_two_axes(world):
         _everywhere(mesh_2d(), FUNCTIONS[what], what, wide(3, 3, 6), wide(4, 6, 5))
 
 
-def they_are_where_the_input_is_a_sum_or_an_average(world):
-    mesh = mesh_1d()
+def they_are_where_the_input_is_a_sum_or_an_average(world, line):
     whole = sum(array(data(10 + r, 4, 6)) for r in range(world.size))
-    b = distribute_tensor(data(6, 4, 6), mesh, [R], src_data_rank=None)
+    b = distribute_tensor(data(6, 4, 6), line, [R], src_data_rank=None)
     factor = array(data(6, 4, 6)).sum()
     for op, parts in (("sum", 1), ("avg", world.size)):
-        x = DTensor.from_local(data(10 + world.rank, 4, 6), mesh, [Partial(op)])
+        x = DTensor.from_local(data(10 + world.rank, 4, 6), line, [Partial(op)])
         got = grad(lambda t: (grad(lambda u: (u ** 3).sum() * b.sum(), 0)(t) ** 2).sum(), 0)(x)
         value = whole / parts  # the inner gradient is 3 value^2 factor for each summand, and an average divides once more
         equal(got, 2 * (3 * value ** 2 * factor / parts) * 6 * value * factor / parts / parts, op, 2e-4)
 
 
-def a_second_derivative_moves_what_it_must_and_says_so(world):
-    mesh = mesh_1d()
-    a, b = (distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in ((data(1, 4, 8), [S(1)]), (data(2, 8, 4), [R])))
+def a_second_derivative_moves_what_it_must_and_says_so(world, line):
+    a, b = (distribute_tensor(t, line, p, src_data_rank=None) for t, p in ((data(1, 4, 8), [S(1)]), (data(2, 8, 4), [R])))
     with counted() as count:
         second(grad, FUNCTIONS["a cube of a product"])(a, b)
     assert set(op for op, _ in count) <= {"reduce_scatter", "all_gather", "all_reduce"}, count
     assert sum(count.values()) <= 8 and any(phase == "backward" for _, phase in count), count
 
 
-def an_empty_shard_makes_the_nodes_of_the_others(world):
+def an_empty_shard_makes_the_nodes_of_the_others(world, line):
     """The last two ranks of four hold nothing of two rows; all ranks must meet in every derivative."""
-    mesh = mesh_1d()
     f = lambda t, u: (mint.matmul(t, u).exp() * t.sin() + (t * u[:1]) ** 3 + u.mean() * t).sum()  # noqa: E731
     xs = wide(7, 2, 3), wide(8, 3, 3)
-    whole, cut = ([distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(xs, placed)]
+    whole, cut = ([distribute_tensor(t, line, p, src_data_rank=None) for t, p in zip(xs, placed)]
                   for placed in (([R], [R]), ([S(0)], [R])))
     wanted, got = second(grad, f)(*whole), second(grad, f)(*cut)
     first = ms.grad(f, POSITIONS)

@@ -11,7 +11,7 @@ import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, parallelize_module, replicate, value_and_grad
 from tests.dist.cases_fsdp_inside import Tied, divided, whole
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.operands import Built, mesh_2d
+from tests.dist.operands import Built
 from tests.dist.support import equal
 from tests.tiers import sampled
 
@@ -52,18 +52,18 @@ def ops_of_cells_of_a_larger_unit_are_kept(world):
         same_step(net, plain, mesh)
 
 
-def kept_moves_are_not_sent_again(world):
-    mesh, sent = mesh_2d(), {}
+def kept_moves_are_not_sent_again(world, grid):
+    sent = {}
     plan = {f"blocks.{i}.{part}": style(use_local_output=False) for i in range(3)
             for part, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}
     for name, how in (("none", None), ("nothing", {}), ("matmul", {"save": ["matmul"]}),
                       ("moves", {"save": ["matmul", "redistribute"]})):
-        plain, net = filled(Net()), parallelize_module(filled(Net()), mesh["tp"], plan)
-        cut_up(net, mesh["dp"])
+        plain, net = filled(Net()), parallelize_module(filled(Net()), grid["tp"], plan)
+        cut_up(net, grid["dp"])
         if how is not None:
             checkpoint_wrapper(net.blocks, **how)
-        same_step(net, plain, mesh["dp"])
-        sent[name] = same_step(net, plain, mesh["dp"])
+        same_step(net, plain, grid["dp"])
+        sent[name] = same_step(net, plain, grid["dp"])
     again = sent["nothing"] - sent["none"]
     assert sum(again.values()) == 3, sent  # each block's reduction after `down`
     assert sent["matmul"] == sent["nothing"] and sent["moves"] == sent["none"], sent

@@ -84,10 +84,9 @@ def _wrote(change, x: Tensor, mesh, placements, what: str) -> None:
     equal(dx, wanted, f"{what} {placements}")
 
 
-def a_write_through_a_view_reaches_its_siblings_or_raises(world):
+def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
     """A sibling that is a copy here: `c = x[2:7]` was gathered, `x[:, 1:3][:] = -1` writes into the storage of `x`."""
-    mesh = mesh_1d()
-    x = distribute_tensor(data(1, 8, 5), mesh, [S(0)])
+    x = distribute_tensor(data(1, 8, 5), line, [S(0)])
     c = x[2:7]
     before = array(c).copy()
     try:
@@ -104,9 +103,8 @@ def a_write_through_a_view_reaches_its_siblings_or_raises(world):
     assert scalar.shape == () and scalar.item() == 7.0
 
 
-def writes_through_a_view_of_a_sharded_dim(world):
+def writes_through_a_view_of_a_sharded_dim(world, grid):
     """Peer: `y = x[1:3]; y.zero_()` writes into a gathered copy; x stays as it was."""
-    mesh = mesh_2d()
     x = data(1, 6, 5, 4)
 
     def zero(t):
@@ -134,12 +132,11 @@ def writes_through_a_view_of_a_sharded_dim(world):
     }
     for placements in ((R, S(0)), (S(0), S(1)), (S(2), R), (S(0), S(0)), (R, R)):
         for what, change in changes.items():
-            _wrote(change, x, mesh, placements, what)
+            _wrote(change, x, grid, placements, what)
 
 
-def writes_by_index(world):
+def writes_by_index(world, grid):
     """Peer: `x[1:3] = 0` and `x[:, 0] = 5` raise without a way out."""
-    mesh = mesh_2d()
     x = data(2, 6, 5)
 
     def rows(t):
@@ -152,7 +149,7 @@ def writes_by_index(world):
         for what, change in (("rows", rows), ("column", column)):
             wanted = x.asnumpy().copy()
             change(wanted)
-            dx = placed(x, mesh, *placements)
+            dx = placed(x, grid, *placements)
             change(dx)
             equal(dx, wanted, f"{what} {placements}")
 
@@ -177,9 +174,8 @@ def in_place_on_a_partial(world):
 
 
 @case(world_size=4, timeout=120)
-def convolution_cut_on_space_or_channels(world):
+def convolution_cut_on_space_or_channels(world, grid):
     """Peer: runs on raw shards and claims a Replicate result of the global shape."""
-    mesh = mesh_2d()
     x, w = data(3, 4, 6, 8, 7), data(4, 4, 6, 3, 3)
     for pad, stride in ((0, 1), (1, 1), (1, 2)):
         def conv(a, b, p=pad, s=stride):
@@ -187,13 +183,12 @@ def convolution_cut_on_space_or_channels(world):
         for of_x, of_w in (((S(0), R), (R, R)), ((R, S(2)), (R, R)), ((R, S(3)), (R, R)), ((S(2), S(3)), (R, R)),
                            ((R, S(1)), (R, S(1))), ((R, R), (R, S(0))), ((S(0), R), (R, S(0))), ((R, S(1)), (R, R)),
                            ((R, R), (S(2), S(3)))):
-            check_against_one_device(conv, [x, w], [of_x, of_w], mesh, f"padding {pad}, stride {stride}: {of_x} {of_w}")
+            check_against_one_device(conv, [x, w], [of_x, of_w], grid, f"padding {pad}, stride {stride}: {of_x} {of_w}")
 
 
 @case(world_size=4, timeout=120)
-def cross_entropy_with_uneven_counts(world):
+def cross_entropy_with_uneven_counts(world, line):
     """Peer: the mean of the shards' means, wrong where shards count differently (ignore_index, class weights)."""
-    mesh = mesh_1d()
     logits = data(5, 8, 5)
     labels = Tensor(np.array([0, -100, -100, -100, 4, 3, -100, 1], np.int32))
     few = Tensor(np.array([0, 1, -100, -100, -100, -100, -100, -100], np.int32))  # three of four ranks count nothing
@@ -204,16 +199,15 @@ def cross_entropy_with_uneven_counts(world):
         def loss(t, labels, weight, use=use):
             return ops.cross_entropy(t, labels, weight if use else None, ignore_index=-100)
         want = ms.value_and_grad(loss, 0)(x, y, weight)
-        got = value_and_grad(loss, 0)(placed(x, mesh, S(0)), placed(y, mesh, S(0)), placed(weight, mesh, R))
+        got = value_and_grad(loss, 0)(placed(x, line, S(0)), placed(y, line, S(0)), placed(weight, line, R))
         equal(got, want, f"weights {use}, {rows} rows")
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------
 
 
-def shards_draw_different_numbers_and_replicas_equal_ones(world):
+def shards_draw_different_numbers_and_replicas_equal_ones(world, line, grid):
     """Peer: on CPU every shard draws the same numbers, or replicas differ; never those of one device."""
-    line, grid = mesh_1d(), mesh_2d()
     ones = Tensor(np.ones((8, 6), np.float32))
     drawn = {"rand": lambda m, *p: md.rand(8, 6, device_mesh=m, placements=p),
              "randn": lambda m, *p: md.randn(8, 6, device_mesh=m, placements=p),
@@ -234,32 +228,31 @@ def shards_draw_different_numbers_and_replicas_equal_ones(world):
 # -- entering and leaving -------------------------------------------------------------------------------------------
 
 
-def local_tensors_of_uneven_shards(world):
+def local_tensors_of_uneven_shards(world, line):
     """Peer: each rank believes in a global shape of its own."""
-    mesh = mesh_1d()
     rows = (3, 3, 2, 0)[world.rank]
     whole = data(6, 8, 4)  # 8 rows on 4 ranks are 2, 2, 2, 2
     mine = Tensor(whole.asnumpy()[:rows])
     texts = []
     for kwargs in ({"run_check": True}, {"run_check": True, "shape": (8, 4)}):
-        texts.append(refusal(lambda: DTensor.from_local(mine, mesh, [S(0)], **kwargs), LayoutError))
+        texts.append(refusal(lambda: DTensor.from_local(mine, line, [S(0)], **kwargs), LayoutError))
     same_on_all_ranks(world, "\n".join(texts))
     nine = data(7, 9, 4)
     lo, hi = min(3 * world.rank, 9), min(3 * world.rank + 3, 9)
-    good = DTensor.from_local(Tensor(nine.asnumpy()[lo:hi]), mesh, [S(0)], shape=(9, 4), run_check=True)
+    good = DTensor.from_local(Tensor(nine.asnumpy()[lo:hi]), line, [S(0)], shape=(9, 4), run_check=True)
     equal(good, nine)
-    unchecked = DTensor.from_local(mine, mesh, [S(0)])
+    unchecked = DTensor.from_local(mine, line, [S(0)])
     for use in (lambda t: t.full_tensor(), lambda t: t.redistribute(placements=[S(1)])):
         refusal(lambda: use(unchecked), CollectiveMismatch)
 
 
-def layouts_that_differ(world):
+def layouts_that_differ(world, line):
     """Peer: each rank cuts by its own, and rows are taken together that are none of one tensor's."""
-    mesh, odd = mesh_1d(), world.rank == 2
+    odd = world.rank == 2
     for one, other in ((S(0), S(1)), (md.FusedShard(0, (8, 8)), md.FusedShard(0, (4, 12))), (S(0), md.FusedShard(0, (8, 8)))):
         how = other if odd else one
-        refusal(lambda: distribute_tensor(data(8, 16, 16), mesh, [how]), CollectiveMismatch)
-        refusal(lambda: md.fully_shard(nn.Dense(16, 16, has_bias=False), mesh=mesh, shard_placement_fn=lambda p: how),
+        refusal(lambda: distribute_tensor(data(8, 16, 16), line, [how]), CollectiveMismatch)
+        refusal(lambda: md.fully_shard(nn.Dense(16, 16, has_bias=False), mesh=line, shard_placement_fn=lambda p: how),
                 CollectiveMismatch)
 
 
@@ -270,12 +263,11 @@ def cells_laid_out_in_another_order(world):
         refusal(lambda: apply(cells[world.rank == 2]), CollectiveMismatch)
 
 
-def replicas_that_differ(world):
+def replicas_that_differ(world, grid):
     """Peer: accepted; `full_tensor()` then differs from rank to rank."""
-    mesh = mesh_2d()
-    checked = DTensor.from_local(data(world.rank, 3, 2), mesh, [R, R], run_check=True)
+    checked = DTensor.from_local(data(world.rank, 3, 2), grid, [R, R], run_check=True)
     equal(checked.full_tensor(), data(0, 3, 2), "coordinate 0's values")
-    mixed = DTensor.from_local(data(world.rank, 3, 2), mesh, [S(0), R], run_check=True)
+    mixed = DTensor.from_local(data(world.rank, 3, 2), grid, [S(0), R], run_check=True)
     equal(mixed.full_tensor(), np.concatenate([data(r, 3, 2).asnumpy() for r in (0, 2)]))
 
 
@@ -301,71 +293,69 @@ def implicit_replication_is_of_this_thread(world):
 # -- styles ---------------------------------------------------------------------------------------------------------
 
 
-def local_outputs_of_an_uneven_width(world):
+def local_outputs_of_an_uneven_width(world, line):
     """Peer: plain local tensors of different widths, without a warning."""
-    mesh, x = mesh_1d(), data(10, 3, 4)
+    x = data(10, 3, 4)
     for outputs in (6, 2):  # 2, 2, 2, 0 and 1, 1, 0, 0
-        layer = parallelize_module(mint.nn.Linear(4, outputs), mesh, ColwiseParallel())
+        layer = parallelize_module(mint.nn.Linear(4, outputs), line, ColwiseParallel())
         assert "use_local_output=False" in same_on_all_ranks(world, refusal(lambda: layer(x), LayoutError))
         plain = mint.nn.Linear(4, outputs)
-        layer = parallelize_module(plain, mesh, ColwiseParallel(use_local_output=False))
+        layer = parallelize_module(plain, line, ColwiseParallel(use_local_output=False))
         weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
         equal(layer(x), mint.nn.functional.linear(x, weight, bias))
 
 
-def a_fused_qkv_is_split_globally(world):
+def a_fused_qkv_is_split_globally(world, line):
     """Peer: the weight is cut contiguously, so a rank's local output is all of q and half of k, unsaid."""
-    mesh, x = mesh_1d(), data(11, 3, 8)
+    x = data(11, 3, 8)
     weight, out = data(12, 24, 8), data(13, 8, 8)
 
     def attention(t, w, o):
         q, k, v = mint.split(mint.nn.functional.linear(t, w), 8, -1)
         return (mint.nn.functional.linear(mint.softmax(q * k, -1) * v, o) ** 2).sum()
-    count = check_against_one_device(attention, [x, weight, out], [[R], [S(0)], [S(1)]], mesh, "fused qkv")
+    count = check_against_one_device(attention, [x, weight, out], [[R], [S(0)], [S(1)]], line, "fused qkv")
     assert sum(count.values()) > 1, "the split of a contiguous cut has to move data, and says so"
     assert "contiguous" in ColwiseParallel.__doc__ and "fused" in ColwiseParallel.__doc__
     layer = mint.nn.Linear(8, 24, bias=False)
     layer.weight.set_data(weight)
-    local = parallelize_module(layer, mesh, ColwiseParallel())(x)
+    local = parallelize_module(layer, line, ColwiseParallel())(x)
     equal(local, ops.matmul(x, weight.T).asnumpy()[:, 6 * world.rank:6 * world.rank + 6], "documented: a contiguous piece")
 
 
-def styles_with_local_tensors_equal_one_device(world):
+def styles_with_local_tensors_equal_one_device(world, line):
     """Peer: right only where every width divides; nothing checks."""
-    mesh, x = mesh_1d(), data(14, 3, 4)
+    x = data(14, 3, 4)
     up, down = mint.nn.Linear(4, 8), mint.nn.Linear(8, 4)
     for i, p in enumerate((up.weight, up.bias, down.weight, down.bias)):
         p.set_data(data(20 + i, *p.shape))
     want = down(mint.nn.functional.silu(up(x)))
-    parallelize_module(up, mesh, ColwiseParallel())
-    parallelize_module(down, mesh, md.RowwiseParallel())
+    parallelize_module(up, line, ColwiseParallel())
+    parallelize_module(down, line, md.RowwiseParallel())
     equal(down(mint.nn.functional.silu(up(x))), want)
 
 
 # -- communication and gradients ------------------------------------------------------------------------------------
 
 
-def implicit_communication_is_listed(world):
+def implicit_communication_is_listed(world, line):
     """Peer: silent by default; `Partial * Partial` reduces, S(0) + S(1) gathers, and only a private mode shows it."""
-    mesh = mesh_1d()
-    x = placed(data(15, 8, 8), mesh, S(0))
+    x = placed(data(15, 8, 8), line, S(0))
     with comm.record() as events:
         product = x.sum(0) * x.sum(0)
-        total = x + placed(data(16, 8, 8), mesh, S(1))
+        total = x + placed(data(16, 8, 8), line, S(1))
     equal(product, data(15, 8, 8).asnumpy().sum(0) ** 2)
     equal(total, data(15, 8, 8) + data(16, 8, 8))
     assert len(events) >= 2 and all(e.implicit and e.axes == ("tp",) and e.src and e.dst for e in events), events
     assert all("cases_silent.py:" in e.site for e in events), [e.site for e in events]
 
 
-def a_partial_used_three_times_is_reduced_once(world):
+def a_partial_used_three_times_is_reduced_once(world, line):
     """Peer: three all-reduces, no memo."""
-    mesh = mesh_1d()
 
     def three(t):
         p = (t * 2).sum(0)
         return (mint.exp(p) + mint.sin(p) * mint.cos(p)).sum()
-    count = check_against_one_device(three, [data(17, 8, 4)], [[S(0)]], mesh)
+    count = check_against_one_device(three, [data(17, 8, 4)], [[S(0)]], line)
     assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
 
 
@@ -385,11 +375,10 @@ def gradients_of_replicated_parameters_are_whole(world):
     assert not {k for k in count if k[0] != "all_gather_object"}, count
 
 
-def a_refused_step_leaves_autograd_as_it_was(world):
+def a_refused_step_leaves_autograd_as_it_was(world, line):
     """MindSpore itself: a forward that raises keeps recording on, and the next gradient is one of a gradient."""
-    mesh = mesh_1d()
     x = data(21, 8, 4)
-    dx = placed(x, mesh, S(0))
+    dx = placed(x, line, S(0))
     refusal(lambda: value_and_grad(lambda t: ops.nonzero(t * 2).sum(), 0)(dx))
     assert not ms.common.api._pynative_executor.grad_flag()
-    check_against_one_device(lambda t: (mint.softmax(t, 0) ** 2).sum(), [x], [[S(0)]], mesh)
+    check_against_one_device(lambda t: (mint.softmax(t, 0) ** 2).sum(), [x], [[S(0)]], line)

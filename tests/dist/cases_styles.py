@@ -17,7 +17,7 @@ from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
-from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import Built, R, S, data, mesh_1d, placed
 from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks, trains_as_one_device
 from tests.tiers import sampled
 
@@ -53,8 +53,7 @@ def _compare(make, transform, x, dx, loss=lambda y: (y * y).mean()):
     return count
 
 
-def colwise_then_rowwise_is_one_all_reduce(world):
-    mesh = mesh_1d()
+def colwise_then_rowwise_is_one_all_reduce(world, line):
     for kind in ("nn", "mint"):
         for bias in (True, False):
             for local in (True, False):
@@ -64,13 +63,12 @@ def colwise_then_rowwise_is_one_all_reduce(world):
                         continue  # plain local tensors do not know uneven widths; refused below
                     x = data(1, 3, 5, 12)
                     count = _compare(lambda h=hidden, k=kind, b=bias: fill(Mlp(k, hidden=h, bias=b)),
-                                     lambda m, p=plan: parallelize_module(m, mesh, p), x,
-                                     placed(x, mesh, R))
+                                     lambda m, p=plan: parallelize_module(m, line, p), x,
+                                     placed(x, line, R))
                     assert count[("all_reduce", "forward")] == 1, (kind, bias, local, hidden, count)
 
 
-def vocabulary_parallel_embedding_masks_and_offsets(world):
-    mesh = mesh_1d()
+def vocabulary_parallel_embedding_masks_and_offsets(world, line):
 
     def make(kind, vocab=10):
         return fill(Built(lambda c, ids: c.emb(ids), emb={"nn": nn, "mint": mint.nn}[kind].Embedding(vocab, 6)))
@@ -78,18 +76,17 @@ def vocabulary_parallel_embedding_masks_and_offsets(world):
     for kind, style in (("nn", RowwiseParallel), ("nn", ColwiseParallel), ("mint", RowwiseParallel)):
         if kind == "mint":  # no Embedding kernel on CPU for the one-device side: compare with the nn one
             other = make("mint")
-            parallelize_module(other, mesh, {"emb": style(input_layouts=R, use_local_output=False)})
+            parallelize_module(other, line, {"emb": style(input_layouts=R, use_local_output=False)})
             table = other.emb.weight.full_tensor()
             equal(other(ids), ops.gather(table, ids, 0))
             continue
         count = _compare(lambda k=kind: make(k), lambda m, s=style: parallelize_module(
-            m, mesh, {"emb": s(input_layouts=R, use_local_output=False)}), ids,
-            placed(ids, mesh, R))
+            m, line, {"emb": s(input_layouts=R, use_local_output=False)}), ids,
+            placed(ids, line, R))
         assert count[("all_reduce", "forward")] == (style is RowwiseParallel), count
 
 
-def sequence_parallel_block_and_prepared_inputs(world):
-    mesh = mesh_1d()
+def sequence_parallel_block_and_prepared_inputs(world, line):
 
     def make():
         return fill(Built(lambda c, x: x + c.mlp(c.norm(x)), norm=nn.LayerNorm((12,)), mlp=Mlp("mint")))
@@ -98,29 +95,28 @@ def sequence_parallel_block_and_prepared_inputs(world):
             "mlp": md.PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
             "mlp.up": ColwiseParallel(use_local_output=False),
             "mlp.down": RowwiseParallel(output_layouts=S(1), use_local_output=False)}
-    count = _compare(make, lambda m: parallelize_module(m, mesh, plan), x,
-                     placed(x, mesh, S(1)))
+    count = _compare(make, lambda m: parallelize_module(m, line, plan), x,
+                     placed(x, line, S(1)))
     assert count[("all_gather", "forward")] == 1 and count[("reduce_scatter", "forward")] == 1, count
     assert count[("all_gather", "backward")] == 1 and count[("reduce_scatter", "backward")] == 1, count
 
 
-def outputs_are_prepared(world):
-    mesh = mesh_1d()
+def outputs_are_prepared(world, line):
     x = data(3, 8, 12)
     net = fill(Mlp("mint"))
     want = fill(Mlp("mint"))(x)
-    parallelize_module(net, mesh, md.PrepareModuleInputOutput(
+    parallelize_module(net, line, md.PrepareModuleInputOutput(
         input_layouts=S(0), desired_input_layouts=R, output_layouts=R, desired_output_layouts=S(0)))
-    md.distribute_module(net, mesh)
+    md.distribute_module(net, line)
     rows = slice(2 * world.rank, 2 * world.rank + 2)
     out = net(Tensor(x.asnumpy()[rows]))
     assert type(out) is Tensor
     equal(out, want.asnumpy()[rows])
     other = fill(Mlp("mint"))
-    md.distribute_module(other, mesh)
-    parallelize_module(other, mesh, md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(1),
+    md.distribute_module(other, line)
+    parallelize_module(other, line, md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(1),
                                                         use_local_output=False))
-    out = other(placed(x, mesh, R))
+    out = other(placed(x, line, R))
     assert out.placements == (S(1),)
     equal(out, want)
 
@@ -186,8 +182,7 @@ def a_backward_that_raised_leaves_nothing_in_a_bucket(world):
         equal_steps(got, want, mine)
 
 
-def distribute_module_replicates_what_is_left(world):
-    mesh = mesh_2d()
+def distribute_module_replicates_what_is_left(world, grid):
     net = fill(Mlp("nn"), seed=world.rank)
     seen = []
 
@@ -195,7 +190,7 @@ def distribute_module_replicates_what_is_left(world):
         if name == "up":
             weight = cell._params["weight"]
             cell._params["weight"] = Parameter(distribute_tensor(weight, mesh, [R, S(0)]), name=weight.name)
-    md.distribute_module(net, mesh, partition, lambda cell, inputs, mesh: (distribute_tensor(inputs[0], mesh),),
+    md.distribute_module(net, grid, partition, lambda cell, inputs, mesh: (distribute_tensor(inputs[0], mesh),),
                       lambda cell, outputs, mesh: seen.append(outputs.layout) or outputs.full_tensor())
     x = data(5, 4, 12)
     out = net(x)
@@ -204,8 +199,7 @@ def distribute_module_replicates_what_is_left(world):
     assert all(isinstance(p, DTensor) for p in net.get_parameters())
 
 
-def loss_parallel_equals_the_plain_loss(world):
-    mesh = mesh_2d()
+def loss_parallel_equals_the_plain_loss(world, grid):
     logits = data(6, 6, 11) * 3
     labels = Tensor(np.array([0, 10, -100, 4, -100, 7], np.int32))
     for reduction in ("mean", "sum", "none"):
@@ -214,8 +208,8 @@ def loss_parallel_equals_the_plain_loss(world):
                 return ops.cross_entropy(t, labels, reduction=r, label_smoothing=s)
             want = ms.value_and_grad(plain, 0)(logits)
             for rows in (R, S(0)):
-                d_logits = placed(logits, mesh, rows, S(1))
-                d_labels = placed(labels, mesh, rows, R)
+                d_logits = placed(logits, grid, rows, S(1))
+                d_labels = placed(labels, grid, rows, R)
 
                 def ours(t, r=reduction, s=smoothing, y=d_labels):
                     return md.loss_parallel(t, y, reduction=r, label_smoothing=s)
@@ -254,8 +248,7 @@ def one_block_communicates_as_megatron_says(world):
 
 
 @case(world_size=4, timeout=120)
-def a_llama_on_two_axes_equals_one_device(world):
-    mesh = mesh_2d()
+def a_llama_on_two_axes_equals_one_device(world, grid):
     for tied, sequence, parallel_loss, compiled in sampled(((False, True, True, True), (True, False, False, False)), 2, 1):
         cfg = ModelConfig(**{**{k: getattr(TINY, k) for k in TINY.__dataclass_fields__}, "tied_head": tied})
         ids = np.random.default_rng(1).integers(0, 19, (4, 9)).astype(np.int32)
@@ -266,9 +259,9 @@ def a_llama_on_two_axes_equals_one_device(world):
             compile_attention(model, cfg)
         want = ms.value_and_grad(lambda i, y, m=plain: cross_entropy(m(i), y), None, plain.trainable_params())(
             Tensor(ids[:, :-1]), Tensor(ids[:, 1:]))
-        parallelize(model, mesh, ParallelConfig(dp=2, tp=2, sequence_parallel=sequence, loss_parallel=parallel_loss))
-        mine = ids[2 * mesh.get_local_rank("dp"):][:2]
-        di, dy = (DTensor.from_local(Tensor(np.ascontiguousarray(a)), mesh, [S(0), R]) for a in (mine[:, :-1], mine[:, 1:]))
+        parallelize(model, grid, ParallelConfig(dp=2, tp=2, sequence_parallel=sequence, loss_parallel=parallel_loss))
+        mine = ids[2 * grid.get_local_rank("dp"):][:2]
+        di, dy = (DTensor.from_local(Tensor(np.ascontiguousarray(a)), grid, [S(0), R]) for a in (mine[:, :-1], mine[:, 1:]))
 
         def loss(i, y, m=model, p=parallel_loss):
             logits = m(i)
@@ -306,14 +299,13 @@ def a_llama_with_products_at_once_equals_one_device(world):
         assert counts[0] == counts[1], (sequence, fsdp, counts)
 
 
-def styles_refuse_what_they_cannot_do(world):
-    mesh = mesh_2d()
+def styles_refuse_what_they_cannot_do(world, grid):
     texts = []
     for error, wrong in (
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), mesh["tp"], {"upp": ColwiseParallel()})),
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), mesh["tp"], {"": ColwiseParallel()})),
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), mesh["tp"], {"up": "column"})),
-            (LayoutError, lambda: parallelize_module(fill(Mlp("nn")), mesh, {"up": ColwiseParallel()})),
+            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"upp": ColwiseParallel()})),
+            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"": ColwiseParallel()})),
+            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"up": "column"})),
+            (LayoutError, lambda: parallelize_module(fill(Mlp("nn")), grid, {"up": ColwiseParallel()})),
             (ConfigError, lambda: md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
             (ConfigError, lambda: md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
             (LayoutError, lambda: md.loss_parallel(data(1, 2, 3), Tensor([0, 1])))):
@@ -335,18 +327,17 @@ def replicate_takes_unlike_rows_of_any_rank(world):
             trains_as_one_device(net, plain, x, mine)
 
 
-def styles_take_unlike_plain_shards(world):
-    mesh = mesh_1d()
+def styles_take_unlike_plain_shards(world, line):
     for length in (7, 5, 2):
         x = data(length, 2, length, 6)
-        local = placed(x, mesh, S(1)).to_local()
+        local = placed(x, line, S(1)).to_local()
         net, plain = nn.LayerNorm((6,)), nn.LayerNorm((6,))
-        md.SequenceParallel(use_local_output=False).apply(net, mesh)
+        md.SequenceParallel(use_local_output=False).apply(net, line)
         trains_as_one_device(net, plain, x, local)
         with counted({}):  # the ranks know what each holds
             net(local)
     odd, other = Tensor(x.asnumpy()[:, :1 + world.rank]), nn.LayerNorm((6,))
-    md.SequenceParallel().apply(other, mesh)
+    md.SequenceParallel().apply(other, line)
     text = refusal(lambda: other(odd), LayoutError)
     assert "rank 3 holds [2, 2, 6]" in text, text
     same_on_all_ranks(world, text)

@@ -32,8 +32,7 @@ def same_tree(got, want, what: str) -> None:
 # -- gradients ------------------------------------------------------------------------------------------------------------
 
 
-def every_gradient_of_mindspore_is_a_dtensor(world):
-    mesh = mesh_2d()
+def every_gradient_of_mindspore_is_a_dtensor(world, grid):
     x, w, v = data(1, 6, 5), data(2, 5, 4), data(3, 4)
 
     def loss(x, y):
@@ -58,18 +57,18 @@ def every_gradient_of_mindspore_is_a_dtensor(world):
     sens, y = data(5, 6, 4), data(4, 6, 4)
     params = [Parameter(w, name="w"), Parameter(v, name="v")]
     want = forms(x, y, sens)
-    params = [Parameter(placed(w, mesh, *LAYOUTS[1]), name="w"), Parameter(placed(v, mesh, R, R), name="v")]
-    got = forms(placed(x, mesh, *LAYOUTS[0]), placed(y, mesh, R, S(0)), placed(sens, mesh, R, R))
+    params = [Parameter(placed(w, grid, *LAYOUTS[1]), name="w"), Parameter(placed(v, grid, R, R), name="v")]
+    got = forms(placed(x, grid, *LAYOUTS[0]), placed(y, grid, R, S(0)), placed(sens, grid, R, R))
     for name in want:
         same_tree(got[name], want[name], name)
     assert got["weight"].layout is params[0].layout and got["grad"].placements == (S(0), R)
-    for wrong in (sens, placed(data(5, 4, 6), mesh, R, R)):
-        message = refusal(lambda s=wrong: ms.vjp(lambda x: x * 2, placed(x, mesh, *LAYOUTS[0]))[1](s), MixedOperandError)
+    for wrong in (sens, placed(data(5, 4, 6), grid, R, R)):
+        message = refusal(lambda s=wrong: ms.vjp(lambda x: x * 2, placed(x, grid, *LAYOUTS[0]))[1](s), MixedOperandError)
         assert "'sens' does not fit" in message
-    plain = refusal(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, mesh, R, R)), MixedOperandError)
+    plain = refusal(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, grid, R, R)), MixedOperandError)
     assert "output plain" in plain
     for get_all in (False, True):
-        unlisted = refusal(lambda g=get_all: ops.GradOperation(g, True)(loss)(placed(x, mesh, R, R), placed(y, mesh, R, R)),
+        unlisted = refusal(lambda g=get_all: ops.GradOperation(g, True)(loss)(placed(x, grid, R, R), placed(y, grid, R, R)),
                            LayoutError)
         assert "without weights" in unlisted
 
@@ -142,11 +141,10 @@ def _mlp(seed: int) -> nn.Cell:
     return net
 
 
-def clipping_by_the_global_norm(world):
-    mesh, line = mesh_2d(), mesh_1d()
+def clipping_by_the_global_norm(world, grid, line):
     tensors = [data(1, 6, 5) * 3, data(2, 4), data(3, 8, 8), data(4, 3)]
     want = ops.clip_by_global_norm(tensors, 1.5)
-    x = [placed(tensors[0], mesh, S(0), S(1)), placed(tensors[1], mesh, R, R), placed(tensors[2], line, S(1)), tensors[3]]
+    x = [placed(tensors[0], grid, S(0), S(1)), placed(tensors[1], grid, R, R), placed(tensors[2], line, S(1)), tensors[3]]
     with counted() as count:
         got = ops.clip_by_global_norm(x, 1.5)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -200,13 +198,13 @@ def a_flag_of_any_and_a_dim_of_one_element(world):
 # -- recomputation, replicas, ties --------------------------------------------------------------------------------------------
 
 
-def recomputation_chosen_before_the_model_is_distributed(world):
-    x, mesh = data(1, 8, 6), mesh_2d()
+def recomputation_chosen_before_the_model_is_distributed(world, grid):
+    x = data(1, 8, 6)
     plans = {
-        "distribute_module": lambda net: distribute_module(net, mesh),
-        "replicate": lambda net: replicate(net, mesh=mesh["dp"]),
-        "styles": lambda net: replicate(parallelize_module(net, mesh["tp"], {
-            "0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}), mesh=mesh["dp"]),
+        "distribute_module": lambda net: distribute_module(net, grid),
+        "replicate": lambda net: replicate(net, mesh=grid["dp"]),
+        "styles": lambda net: replicate(parallelize_module(net, grid["tp"], {
+            "0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}), mesh=grid["dp"]),
     }
     for name, plan in plans.items():
         for early in (True, False):
@@ -218,30 +216,30 @@ def recomputation_chosen_before_the_model_is_distributed(world):
                 if when:
                     plan(net)
             placements = (S(0),) if name == "replicate" else (S(0), R)
-            on = mesh["dp"] if name == "replicate" else mesh
+            on = grid["dp"] if name == "replicate" else grid
             try:
                 trains_as_one_device(net, _mlp(3), x, placed(x, on, *placements))
             except AssertionError as e:
                 raise AssertionError(f"{name}, recompute {'before' if early else 'after'}: {e}") from e
 
 
-def replicas_over_styles_that_hand_out_local_tensors(world):
-    x, mesh = data(1, 8, 6), mesh_2d()
+def replicas_over_styles_that_hand_out_local_tensors(world, grid):
+    x = data(1, 8, 6)
     net = _mlp(3)
-    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    replicate(net, mesh=mesh["dp"])
-    rows = Tensor(array(x)[4 * mesh.get_coordinate()[0]:][:4])
+    parallelize_module(net, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    replicate(net, mesh=grid["dp"])
+    rows = Tensor(array(x)[4 * grid.get_coordinate()[0]:][:4])
     assert isinstance(net(rows), DTensor) and net(rows).shape == (8, 6)
     trains_as_one_device(net, _mlp(3), x, rows)
-    one = parallelize_module(nn.Dense(6, 8), mesh["tp"], ColwiseParallel())
-    replicate(one, mesh=mesh["dp"])
+    one = parallelize_module(nn.Dense(6, 8), grid["tp"], ColwiseParallel())
+    replicate(one, mesh=grid["dp"])
     assert one(rows).placements == (S(0), S(1)), "what a style hands out lies as the style says"
-    parallelize_module(one, mesh["tp"], md.PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
+    parallelize_module(one, grid["tp"], md.PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
     assert one(rows).placements == (S(0), R), "also where the style comes after"
 
     net = Built(lambda c, x: c.inner(x) * 2, inner=_mlp(3))
-    parallelize_module(net, mesh["tp"], {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()})
-    replicate(net, mesh=mesh["dp"])
+    parallelize_module(net, grid["tp"], {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()})
+    replicate(net, mesh=grid["dp"])
     assert "use_local_output=False" in refusal(lambda: net(rows), LayoutError)
 
 
@@ -258,15 +256,15 @@ class _Tied(nn.Cell):
         return self.b(mint.nn.functional.relu(self.a(x)))
 
 
-def ties_between_cells_that_are_distributed_one_by_one(world):
-    x, mesh = data(1, 8, 6), mesh_2d()
+def ties_between_cells_that_are_distributed_one_by_one(world, grid):
+    x = data(1, 8, 6)
 
     def columns(name, cell, mesh):
         for key, p in cell._params.items():
             cell._params[key] = Parameter(md.distribute_tensor(p, mesh, [S(0)]), name=p.name)
     ways = {
-        "replicate": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"])),
-        "replicate without buckets": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"], bucket_mb=0)),
+        "replicate": (grid["dp"], lambda cell: replicate(cell, mesh=grid["dp"])),
+        "replicate without buckets": (grid["dp"], lambda cell: replicate(cell, mesh=grid["dp"], bucket_mb=0)),
         "distribute_module": (mesh_1d(), lambda cell: distribute_module(cell, mesh_1d())),
         "partition_fn": (mesh_1d(), lambda cell: distribute_module(cell, mesh_1d(), columns)),
         "styles": (mesh_1d(), lambda cell: parallelize_module(
@@ -334,14 +332,13 @@ def _less(t):
     return ops.less(t, 1).astype(ms.float32) + mint.mul(t, t)
 
 
-def compiled_functions_refuse_dtensors_wherever_they_hide(world):
+def compiled_functions_refuse_dtensors_wherever_they_hide(world, line):
     global _weight
-    mesh = mesh_1d()
-    x, plain = placed(data(1, 8, 4), mesh, S(0)), data(1, 4, 4)
+    x, plain = placed(data(1, 8, 4), line, S(0)), data(1, 4, 4)
     equal(_through_a_cell(plain), _net(plain))
     equal(_through_a_parameter(plain), plain)
-    distribute_module(_net, mesh)
-    _weight = Parameter(placed(data(2, 4, 4), mesh, R), name="captured")
+    distribute_module(_net, line)
+    _weight = Parameter(placed(data(2, 4, 4), line, R), name="captured")
     inner = md.local_map(lambda t: _less(t), [S(0)])
     for _ in range(2):  # what was compiled with a DTensor is not remembered
         for call in (lambda: _double(x), lambda: _first((x,)), lambda: _first([x]), lambda: _first(ms.mutable((x,))),
@@ -354,10 +351,9 @@ def compiled_functions_refuse_dtensors_wherever_they_hide(world):
     equal(x * 2, array(data(1, 8, 4)) * 2)
 
 
-def loss_parallel_lets_in_labels_and_nothing_else(world):
-    mesh = mesh_1d()
+def loss_parallel_lets_in_labels_and_nothing_else(world, line):
     x, y = data(1, 6, 8), Tensor(np.array([0, 3, 7, 2, 2, 5], np.int32))
-    dx = placed(x, mesh, S(1))
+    dx = placed(x, line, S(1))
     want = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(x)
     with md.loss_parallel():
         got = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(dx)

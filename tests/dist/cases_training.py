@@ -12,19 +12,18 @@ import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, distribute_module, parallelize_module, redistribution_policy, replicate
 from ms_dtensor.errors import ConfigError, ImplicitCommError, MixedOperandError
 from tests.dist.cases_surface import placed
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
+from tests.dist.operands import R, S, data, mesh_1d
 from tests.dist.support import array, counted, equal, refusal
 from tests.tiers import sampled
 
 
-def labels_of_a_replicated_loss(world):
-    mesh = mesh_2d()
-    rows = slice(4 * mesh.get_coordinate()[0], 4 * mesh.get_coordinate()[0] + 4)
+def labels_of_a_replicated_loss(world, grid):
+    rows = slice(4 * grid.get_coordinate()[0], 4 * grid.get_coordinate()[0] + 4)
     out, y = data(1, 8, 6), data(2, 8, 6)
-    logits, mine = placed(out, mesh, S(0), S(1)), Tensor(array(y)[rows])
+    logits, mine = placed(out, grid, S(0), S(1)), Tensor(array(y)[rows])
     message = refusal(lambda: nn.MSELoss()(logits, mine), MixedOperandError)
     assert "DTensor.from_local" in message and "replicate(loss_fn" in message
-    loss = replicate(nn.MSELoss(), mesh=mesh["dp"])
+    loss = replicate(nn.MSELoss(), mesh=grid["dp"])
     with counted() as count:
         got = loss(logits, mine)
     assert count == {("all_gather_object", "forward"): 1}, count  # how many rows each rank brings

@@ -10,7 +10,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, comm, local_map
 from ms_dtensor.custom_ops import local_map as own_local_map
 from ms_dtensor.debug import all_gather, all_reduce, all_to_all, checks, convert, reduce_scatter
-from tests.cases import case
+from tests.cases import call, case
 from tests.context import cases_attention, cases_recipe
 from tests.dist import cases_llama, cases_own_ops
 from tests.dist.operands import P, R, S
@@ -98,7 +98,7 @@ def _checked(module, name: str, size: int):
         own_local_map.checked_run = counted
         try:
             with checks(rules=False, types=True):
-                getattr(module, name)(world)
+                call(getattr(module, name), world)
         finally:
             own_local_map.checked_run = run_checked
         assert functions, "no function of its own was checked"
