@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor, amp, nn
 
 from tests.surface.rows_training import SCALE, pair, step_of, trained
-from tests.surface.table import Net, random, row, seeded, values
+from tests.surface.table import Net, random, row, rows, seeded, values
 
 LEVELS, CELLS, SCALING = "amp levels", "precision of cells", "loss scaling"
 # float16 keeps 11 bits: a rank's part of a product is rounded before the parts are added, and so are cotangents
@@ -117,14 +117,10 @@ def scaled(s, scaler, overflow_at=None, level="O0"):
     return seen, [p.value() for p in optimizer.parameters]
 
 
-@row(SCALING, "amp.StaticLossScaler")
-def static(s):
-    return scaled(s, amp.StaticLossScaler(SCALE))
-
-
-@row(SCALING, "amp.DynamicLossScaler, an overflow on one rank")
-def dynamic(s):
-    return scaled(s, amp.DynamicLossScaler(SCALE, 2, 2), 2)
+rows(SCALING, {
+    "amp.StaticLossScaler": lambda s: scaled(s, amp.StaticLossScaler(SCALE)),
+    "amp.DynamicLossScaler, an overflow on one rank": lambda s: scaled(s, amp.DynamicLossScaler(SCALE, 2, 2), 2),
+})
 
 
 @row(SCALING, "amp.DynamicLossScaler with O2", rtol=HALF)
@@ -157,8 +153,7 @@ def managed(s, manager):
 
 
 @row(SCALING, "optimizer's loss_scale")
-def optimizer_scale(s):
-    net = s.net()
+def optimizer_scale(s, net):
     return trained(s, net, step_of(net, nn.Momentum(net.trainable_params(), 2e-2, 0.9, loss_scale=SCALE),
                                    lambda out, y: ((out - y) ** 2).mean() * SCALE))
 

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from tests.surface.table import random, row
+from tests.surface.table import random, row, rows
 
 GROUP = "gradients"
 
@@ -42,51 +42,30 @@ def curved(s):
     return bent, s.data(random(11, 4, 3)), s.whole(random(12, 3))
 
 
-@row(GROUP, "ms.value_and_grad over weights")
-def value_and_grad(s):
-    net = s.net()
-    return ms.value_and_grad(loss_of(net), None, net.trainable_params())(*s.batch())
-
-
-@row(GROUP, "ms.value_and_grad of an input")
-def of_an_input(s):
-    return ms.value_and_grad(loss_of(s.net()))(*s.batch())
-
-
-@row(GROUP, "ms.value_and_grad of inputs and weights")
-def of_inputs_and_weights(s):
-    net = s.net()
-    return ms.value_and_grad(loss_of(net), (1, 0), net.trainable_params())(*s.batch())
-
-
-@row(GROUP, "ms.value_and_grad(has_aux=True)")
-def has_aux(s):
-    net = s.net()
-    return ms.value_and_grad(with_aux(net), None, net.trainable_params(), has_aux=True)(*s.batch())
+rows(GROUP, {
+    "ms.value_and_grad over weights":
+        lambda net, x, y: ms.value_and_grad(loss_of(net), None, net.trainable_params())(x, y),
+    "ms.value_and_grad of an input": lambda net, x, y: ms.value_and_grad(loss_of(net))(x, y),
+    "ms.value_and_grad of inputs and weights":
+        lambda net, x, y: ms.value_and_grad(loss_of(net), (1, 0), net.trainable_params())(x, y),
+    "ms.value_and_grad(has_aux=True)":
+        lambda net, x, y: ms.value_and_grad(with_aux(net), None, net.trainable_params(), has_aux=True)(x, y),
+})
 
 
 @row(GROUP, "ms.value_and_grad(return_ids=True), ms.get_grad")
-def ids(s):
-    net = s.net()
-    value, grads = ms.value_and_grad(loss_of(net), 0, net.trainable_params(), return_ids=True)(*s.batch())
+def ids(net, x, y):
+    value, grads = ms.value_and_grad(loss_of(net), 0, net.trainable_params(), return_ids=True)(x, y)
     return value, ms.get_grad(grads, 0), ms.get_grad(grads, net.up.weight), ms.get_grad(grads, net.down.bias)
 
 
-@row(GROUP, "ms.grad of an input")
-def grad(s):
-    return ms.grad(loss_of(s.net()))(*s.batch())
-
-
-@row(GROUP, "ms.grad(grad_position=(0, 1), weights)")
-def grad_of_all(s):
-    net = s.net()
-    return ms.grad(loss_of(net), (0, 1), ms.ParameterTuple(net.trainable_params()))(*s.batch())
-
-
-@row(GROUP, "ms.grad of one weight, has_aux=True")
-def grad_of_one(s):
-    net = s.net()
-    return ms.grad(with_aux(net), None, net.down.weight, has_aux=True)(*s.batch())
+rows(GROUP, {
+    "ms.grad of an input": lambda net, x, y: ms.grad(loss_of(net))(x, y),
+    "ms.grad(grad_position=(0, 1), weights)":
+        lambda net, x, y: ms.grad(loss_of(net), (0, 1), ms.ParameterTuple(net.trainable_params()))(x, y),
+    "ms.grad of one weight, has_aux=True":
+        lambda net, x, y: ms.grad(with_aux(net), None, net.down.weight, has_aux=True)(x, y),
+})
 
 
 @row(GROUP, "ms.grad of ms.grad")
@@ -98,39 +77,27 @@ def second_order(s):
     return ms.grad(lambda a, b: (ms.grad(inner, 0)(a, b) * b).sum(), (0, 1))(a, b)
 
 
-@row(GROUP, "ops.GradOperation()")
-def grad_operation_first(s):
-    return ops.GradOperation()(loss_of(s.net()))(*s.batch())
-
-
-@row(GROUP, "ops.GradOperation(get_all)")
-def grad_operation_all(s):
-    return ops.GradOperation(get_all=True)(loss_of(s.net()))(*s.batch())
-
-
-@row(GROUP, "ops.GradOperation(get_by_list)")
-def grad_operation_list(s):
-    net = s.net()
-    return ops.GradOperation(get_by_list=True)(loss_of(net), net.trainable_params())(*s.batch())
+rows(GROUP, {
+    "ops.GradOperation()": lambda net, x, y: ops.GradOperation()(loss_of(net))(x, y),
+    "ops.GradOperation(get_all)": lambda net, x, y: ops.GradOperation(get_all=True)(loss_of(net))(x, y),
+    "ops.GradOperation(get_by_list)":
+        lambda net, x, y: ops.GradOperation(get_by_list=True)(loss_of(net), net.trainable_params())(x, y),
+})
 
 
 @row(GROUP, "ops.GradOperation(get_all, get_by_list)")
-def grad_operation(s):
-    net = s.net()
-    return ops.GradOperation(get_all=True, get_by_list=True)(loss_of(net), net.trainable_params())(*s.batch())
+def grad_operation(net, x, y):
+    return ops.GradOperation(get_all=True, get_by_list=True)(loss_of(net), net.trainable_params())(x, y)
 
 
 @row(GROUP, "ops.GradOperation(sens_param) with a scalar")
-def grad_operation_sens(s):
-    net = s.net()
+def grad_operation_sens(net, x, y):
     return ops.GradOperation(get_by_list=True, sens_param=True)(loss_of(net), net.trainable_params())(
-        *s.batch(), Tensor(3.0, ms.float32))
+        x, y, Tensor(3.0, ms.float32))
 
 
 @row(GROUP, "ops.GradOperation(get_all, get_by_list, sens_param) of a cell")
-def grad_operation_cell(s):
-    net = s.net()
-    x, y = s.batch()
+def grad_operation_cell(net, x, y):
     return ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)(net, net.trainable_params())(x, y)
 
 
@@ -148,8 +115,8 @@ class GradNet(nn.Cell):
 
 
 @row(GROUP, "ops.GradOperation inside a cell of its own")
-def grad_net(s):
-    return GradNet(nn.WithLossCell(s.net(), nn.MSELoss()))(*s.batch())
+def grad_net(net, x, y):
+    return GradNet(nn.WithLossCell(net, nn.MSELoss()))(x, y)
 
 
 @row(GROUP, "ms.vjp")
@@ -160,9 +127,7 @@ def vjp(s):
 
 
 @row(GROUP, "ms.vjp(weights=)")
-def vjp_of_weights(s):
-    net = s.net()
-    x, y = s.batch()
+def vjp_of_weights(net, x, y):
     out, pull = ms.vjp(net, x, weights=ms.ParameterTuple(net.trainable_params()))
     return out, pull(y)
 
@@ -193,13 +158,11 @@ def jacfwd(s):
 
 
 @row(GROUP, "ops.stop_gradient")
-def stop_gradient(s):
-    net = s.net()
-
+def stop_gradient(net, x, y):
     def loss(x, y):
         out = net(x)
         return ((out - y) ** 2 * ops.stop_gradient(out.abs())).mean()
-    return ms.value_and_grad(loss, 0, net.trainable_params())(*s.batch())
+    return ms.value_and_grad(loss, 0, net.trainable_params())(x, y)
 
 
 class Clamped(nn.Cell):
@@ -213,9 +176,9 @@ class Clamped(nn.Cell):
 
 
 @row(GROUP, "a cell with bprop")
-def own_bprop(s):
-    net, clamped = s.net(), Clamped()
-    return ms.value_and_grad(lambda x, y: ((clamped(net(x)) - y) ** 2).mean(), 0, net.trainable_params())(*s.batch())
+def own_bprop(net, x, y):
+    clamped = Clamped()
+    return ms.value_and_grad(lambda x, y: ((clamped(net(x)) - y) ** 2).mean(), 0, net.trainable_params())(x, y)
 
 
 @row(GROUP, "rows of a Jacobian by ms.vjp")

@@ -21,8 +21,8 @@ def gradients(net, s, batch=None):
 
 
 @row(HOOKS, "Cell.register_forward_pre_hook changes the input")
-def forward_pre_hook(s):
-    net, seen = s.net(), []
+def forward_pre_hook(s, net):
+    seen = []
 
     def hook(cell, inputs):
         seen.append((type(cell).__name__, inputs[0].shape))
@@ -34,15 +34,14 @@ def forward_pre_hook(s):
 
 
 @row(HOOKS, "Cell.register_forward_pre_hook(with_kwargs=True)")
-def forward_pre_hook_kwargs(s):
-    net = s.net()
+def forward_pre_hook_kwargs(s, net):
     net.head.register_forward_pre_hook(lambda cell, args, kwargs: ((ops.tanh(args[0]),), kwargs), with_kwargs=True)
     return gradients(net, s)
 
 
 @row(HOOKS, "Cell.register_forward_hook keeps and changes the output")
-def forward_hook(s):
-    net, kept = s.net(), []
+def forward_hook(s, net):
+    kept = []
 
     def hook(cell, inputs, output):
         kept.append(ops.stop_gradient(output))
@@ -54,8 +53,8 @@ def forward_hook(s):
 
 
 @row(HOOKS, "forward hooks on every cell: activation norms")
-def forward_hooks_everywhere(s):
-    net, norms = s.net(), {}
+def forward_hooks_everywhere(s, net):
+    norms = {}
     for name, cell in net.cells_and_names():
         if name:
             cell.register_forward_hook(
@@ -64,8 +63,8 @@ def forward_hooks_everywhere(s):
 
 
 @row(HOOKS, "Cell.register_backward_hook sees and doubles gradients")
-def backward_hook(s):
-    net, seen = s.net(), []
+def backward_hook(s, net):
+    seen = []
 
     def hook(cell, grad_input, grad_output):
         seen.append((grad_input[0], grad_output[0]))
@@ -77,8 +76,8 @@ def backward_hook(s):
 
 
 @row(HOOKS, "Cell.register_backward_pre_hook scales gradients")
-def backward_pre_hook(s):
-    net, seen = s.net(), []
+def backward_pre_hook(s, net):
+    seen = []
 
     def hook(cell, grad_output):
         seen.append(grad_output[0])
@@ -90,8 +89,8 @@ def backward_pre_hook(s):
 
 
 @row(HOOKS, "a backward hook on the whole net")
-def backward_hook_on_net(s):
-    net, seen = s.net(), []
+def backward_hook_on_net(s, net):
+    seen = []
     net.register_backward_hook(lambda cell, grad_input, grad_output: seen.append(grad_output[0]))
     x, y = s.batch()
     grads = ms.grad(lambda x: ((net(x) - y) ** 2).mean())(x)
@@ -99,8 +98,8 @@ def backward_hook_on_net(s):
 
 
 @row(HOOKS, "backward hooks where nobody asks for the inputs' gradients")
-def backward_hook_without_inputs(s):
-    net, seen = s.net(), []
+def backward_hook_without_inputs(s, net):
+    seen = []
     for cell in (net, net.up):
         cell.register_backward_hook(
             lambda cell, grad_input, grad_output: seen.append((1.0 * (grad_input[0] is None), grad_output[0])))
@@ -108,8 +107,8 @@ def backward_hook_without_inputs(s):
 
 
 @row(HOOKS, "backward hooks and pre-hooks on the same cells")
-def both_backward_hooks(s):
-    net, seen = s.net(), []
+def both_backward_hooks(s, net):
+    seen = []
     for cell in (net.up, net.down):
         cell.register_backward_pre_hook(lambda cell, grad_output: (ops.clip_by_value(grad_output[0], -0.01, 0.02),))
         cell.register_backward_hook(lambda cell, grad_input, grad_output: seen.append((grad_input[0], grad_output[0])))
@@ -157,8 +156,8 @@ def tensor_hook_norm(s):
 
 
 @row(HOOKS, "Parameter.register_hook scales, is removed")
-def parameter_hook(s):
-    net, seen = s.net(), []
+def parameter_hook(s, net):
+    seen = []
 
     def hook(grad):
         seen.append(grad)
@@ -171,8 +170,8 @@ def parameter_hook(s):
 
 
 @row(HOOKS, "Parameter.register_hook on every parameter: gradient norms over three steps")
-def parameter_hooks_everywhere(s):
-    net, norms = s.net(), []
+def parameter_hooks_everywhere(s, net):
+    norms = []
     for p in net.trainable_params():
         p.register_hook(lambda grad, name=p.name: norms.append((name, grad.norm())))
     optimizer = nn.SGD(net.trainable_params(), 0.1)
@@ -182,18 +181,14 @@ def parameter_hooks_everywhere(s):
 
 
 @row(HOOKS, "ops.HookBackward")
-def hook_backward(s):
-    net, seen = s.net(), []
-    x, y = s.batch()
+def hook_backward(net, x, y):
+    seen = []
     hook = ops.HookBackward(lambda grad: (seen.append(grad[0]), grad[0] * 2)[1])
     return ms.value_and_grad(lambda x: ((hook(net(x)) - y) ** 2).mean(), None, net.trainable_params())(x), seen
 
 
 @row(HOOKS, "ops.InsertGradientOf")
-def insert_gradient_of(s):
-    net = s.net()
-    x, y = s.batch()
-
+def insert_gradient_of(net, x, y):
     def clipped(grad):
         return ops.clip_by_value(grad, -0.01, 0.02)
     clip = ops.InsertGradientOf(clipped)
@@ -214,8 +209,7 @@ def custom_bprop(s):
 
 
 @row(HOOKS, "ops.stop_gradient within the net")
-def stop_gradient(s):
-    net = s.net()
+def stop_gradient(s, net):
     net.down.register_forward_hook(lambda cell, inputs, output: ops.stop_gradient(output))
     return gradients(net, s)
 
@@ -291,7 +285,6 @@ def recompute_and_hooks(s):
 
 
 @row(RECOMPUTE, "ms.saved_tensors_hooks: pack to NumPy and back")
-def saved_tensors(s):
-    net = s.net()
+def saved_tensors(s, net):
     with ms.saved_tensors_hooks(lambda x: x.asnumpy().copy(), lambda x: ms.Tensor(x)):
         return gradients(net, s)

@@ -125,8 +125,8 @@ def evaluate(s):
 
 
 @row(MODEL, "eval with eval_network and eval_indexes")
-def evaluate_network(s):
-    net, loss = s.net(), nn.MSELoss()
+def evaluate_network(s, net):
+    loss = nn.MSELoss()
     m = Model(net, metrics={"mae": nn.MAE(), "loss": nn.Loss()}, eval_network=fed(s, nn.WithEvalCell(net, loss)),
               eval_indexes=[0, 1, 2])
     return m.eval(dataset(s), dataset_sink_mode=False)
@@ -159,8 +159,7 @@ def train_half(s):
 
 
 @row(MODEL, "train with a FixedLossScaleManager")
-def train_scaled(s):
-    net = s.net()
+def train_scaled(s, net):
     if s.mesh is not None and s.dp is None:
         net = fed(s, net, 1)
     m = Model(net, fed(s, nn.MSELoss()), nn.Momentum(net.trainable_params(), 2e-2, 0.9, loss_scale=128.0),
@@ -170,8 +169,8 @@ def train_scaled(s):
 
 
 @row(MODEL, "plain labels in a loop of one's own")
-def labels_in_a_loop(s):
-    net, loss_fn = s.net(), fed(s, nn.MSELoss())
+def labels_in_a_loop(s, net):
+    loss_fn = fed(s, nn.MSELoss())
     if s.mesh is not None and s.dp is None:
         net = fed(s, net, 1)
     optimizer = nn.SGD(net.trainable_params(), 2e-2)
@@ -389,8 +388,7 @@ row(METRICS, "a metric of one's own with set_indexes, in Model.eval")(
 
 
 @row(DATA, "num_shards and shard_id from the mesh, from_local")
-def sharded_rows(s):
-    net = s.net()
+def sharded_rows(s, net):
     losses = []
     for data, label in dataset(s).create_tuple_iterator():
         if s.mesh is not None:
@@ -419,8 +417,7 @@ def shuffled(s):
 
 
 @row(DATA, "create_dict_iterator, labels of classes")
-def dictionaries(s):
-    net = s.net()
+def dictionaries(s, net):
     if s.mesh is not None and s.dp is None:
         net = fed(s, net, 1)
     loss_fn = fed(s, nn.CrossEntropyLoss(reduction="sum"))

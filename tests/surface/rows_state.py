@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import FusedColwiseParallel, comm
-from tests.surface.table import Net, Plain, random, row, seeded, shared_path, values
+from tests.surface.table import Net, Plain, random, row, rows, seeded, shared_path, values
 
 FILES, PARAMETERS, TENSORS, SEEDS = "checkpoints", "parameters and nets", "tensors in Python", "random numbers"
 
@@ -51,19 +51,11 @@ def saved_and_loaded(s, name, **options):
     return {k: p.asnumpy() for k, p in read.items()}, missing, values(other), pair(s, other)
 
 
-@row(FILES, "ms.save_checkpoint(net), load_checkpoint, load_param_into_net")
-def save_and_load(s):
-    return saved_and_loaded(s, "net.ckpt")
-
-
-@row(FILES, "the same as safetensors")
-def save_and_load_safetensors(s):
-    return saved_and_loaded(s, "net.safetensors", format="safetensors")
-
-
-@row(FILES, "save_checkpoint(crc_check=True)")
-def save_crc(s):
-    return saved_and_loaded(s, "crc.ckpt", crc_check=True)
+rows(FILES, {
+    "ms.save_checkpoint(net), load_checkpoint, load_param_into_net": lambda s: saved_and_loaded(s, "net.ckpt"),
+    "the same as safetensors": lambda s: saved_and_loaded(s, "net.safetensors", format="safetensors"),
+    "save_checkpoint(crc_check=True)": lambda s: saved_and_loaded(s, "crc.ckpt", crc_check=True),
+})
 
 
 @row(FILES, "ms.load_checkpoint(file, net)")
@@ -75,8 +67,7 @@ def load_into_net(s):
 
 
 @row(FILES, "save_checkpoint(choice_func=, append_dict=), filter_prefix")
-def save_some(s):
-    net = s.net()
+def save_some(s, net):
     ms.save_checkpoint(net, shared_path(s, "some.ckpt"), choice_func=lambda name: "head" not in name,
                        append_dict={"epoch": 3, "lr": 0.25})
     read = ms.load_checkpoint(shared_path(s, "some.ckpt"), filter_prefix="norm")
@@ -85,8 +76,7 @@ def save_some(s):
 
 
 @row(FILES, "save_checkpoint of a list of parameters, of a list of dicts, of parameters_dict()")
-def save_lists(s):
-    net = s.net()
+def save_lists(s, net):
     ms.save_checkpoint(net.trainable_params(), shared_path(s, "list.ckpt"))
     ms.save_checkpoint([{"name": "mine." + p.name, "data": p} for p in net.get_parameters()], shared_path(s, "dicts.ckpt"))
     ms.save_checkpoint(net.parameters_dict(), shared_path(s, "dict.ckpt"))
@@ -94,8 +84,7 @@ def save_lists(s):
 
 
 @row(FILES, "net and optimizer: stop after three steps, go on in a new process's objects")
-def resume(s):
-    net = s.net()
+def resume(s, net):
     optimizer = nn.Adam(net.trainable_params(), 0.02)
     losses = [pair(s, net, optimizer) for _ in range(3)]
     ms.save_checkpoint(optimizer, shared_path(s, "optimizer.ckpt"))
@@ -131,15 +120,14 @@ def other_dtype(s):
 
 
 @row(FILES, "load_param_into_net of another net's parameters_dict()")
-def from_parameters(s):
-    net, other = s.net(), moved(s.net())
+def from_parameters(s, net):
+    other = moved(s.net())
     missing = ms.load_param_into_net(net, other.parameters_dict())
     return missing, values(net)
 
 
 @row(FILES, "save_checkpoint(async_save=True)")
-def save_async(s):
-    net = s.net()
+def save_async(s, net):
     ms.save_checkpoint(net, shared_path(s, "async.ckpt"), async_save=True)
     ms.async_ckpt_thread_status()
     for thread in threading.enumerate():
@@ -184,8 +172,8 @@ def fused(s):
 
 
 @row(FILES, "Cell.state_dict and load_state_dict")
-def state_dict(s):
-    net, other = s.net(), moved(s.net())
+def state_dict(s, net):
+    other = moved(s.net())
     told = other.load_state_dict(net.state_dict())
     return list(net.state_dict()), str(told), values(other)
 
@@ -194,8 +182,7 @@ def state_dict(s):
 
 
 @row(PARAMETERS, "names, shapes and dtypes of all lists of parameters")
-def listed(s):
-    net = s.net()
+def listed(net):
     net.norm.gamma.requires_grad = False
     return [[(p.name, p.shape, str(p.dtype), p.requires_grad, p.size, p.ndim) for p in ps] for ps in (
         net.parameters_dict().values(), net.get_parameters(), net.trainable_params(), net.untrainable_params(),
@@ -203,35 +190,31 @@ def listed(s):
 
 
 @row(PARAMETERS, "update_parameters_name")
-def renamed(s):
-    net = s.net()
+def renamed(s, net):
     net.update_parameters_name("student.")
     return [p.name for p in net.get_parameters()], list(net.parameters_dict()), pair(s, net)
 
 
 @row(PARAMETERS, "set_train, set_grad, requires_grad")
-def modes(s):
-    net = s.net()
+def modes(net, x, y):
     net.set_train()
     net.set_grad()
     flags = [net.training, net.up.training, net.requires_grad]
     net.set_train(False)
     net.down.weight.requires_grad = False
-    grads = ms.grad(lambda x, y: ((net(x) - y) ** 2).mean(), None, net.trainable_params())(*s.batch())
+    grads = ms.grad(lambda x, y: ((net(x) - y) ** 2).mean(), None, net.trainable_params())(x, y)
     return flags, net.training, [p.name for p in net.trainable_params()], grads
 
 
 @row(PARAMETERS, "Cell.to_float(float16) of two layers", rtol=2e-3)  # sums of float16 products in another order
-def to_float(s):
-    net = s.net()
+def to_float(net, x, y):
     net.up.to_float(ms.float16)
     net.down.to_float(ms.float16)
-    return ms.value_and_grad(lambda x, y: ((net(x).float() - y) ** 2).mean(), None, net.trainable_params())(*s.batch())
+    return ms.value_and_grad(lambda x, y: ((net(x).float() - y) ** 2).mean(), None, net.trainable_params())(x, y)
 
 
 @row(PARAMETERS, "Parameter.clone, copy, set_data, value, assign_value")
-def cloned(s):
-    net = s.net()
+def cloned(net):
     w = net.up.weight
     zeros, ones, same = w.clone(init="zeros"), w.clone("ones"), w.clone()
     same.set_data(w * 2)
@@ -243,8 +226,7 @@ def cloned(s):
 
 
 @row(PARAMETERS, "copy.deepcopy of a parameter and of a net (a target network)")
-def deep_copied(s):
-    net = s.net()
+def deep_copied(s, net):
     target, weight = copy.deepcopy(net), copy.deepcopy(net.up.weight)
     optimizer = nn.SGD(net.trainable_params(), 0.1)
     pair(s, net, optimizer)
@@ -254,16 +236,14 @@ def deep_copied(s):
 
 
 @row(PARAMETERS, "pickle of parameters and tensors, on the same mesh")
-def pickled(s):
-    net = s.net()
+def pickled(s, net):
     params = pickle.loads(pickle.dumps(list(net.get_parameters())))
     x = pickle.loads(pickle.dumps(s.data(random(3, 8, 5))))
     return [(p.name, p.requires_grad, p) for p in params], x
 
 
 @row(PARAMETERS, "ParameterTuple, its clone; CellList of deep copies")
-def tuples(s):
-    net = s.net()
+def tuples(s, net):
     moments = ms.ParameterTuple(net.trainable_params()).clone(prefix="moment", init="zeros")
     blocks = nn.CellList([copy.deepcopy(net.head) for _ in range(2)])
     x = s.data(random(4, 8, 7))
@@ -271,8 +251,8 @@ def tuples(s):
 
 
 @row(PARAMETERS, "Cell.apply, insert_child_to_cell, a parameter given anew")
-def applied(s):
-    net, seen = s.net(), []
+def applied(s, net):
+    seen = []
     net.apply(lambda cell: seen.append(type(cell).__name__))
     net.insert_child_to_cell("extra", net.head)
     net.head.weight.set_data(net.head.weight * 2)
@@ -297,8 +277,7 @@ def buffers(s):
 
 
 @row(TENSORS, "len, bool, float, int, item, in a condition")
-def scalars(s):
-    net = s.net()
+def scalars(s, net):
     loss = pair(s, net)
     x = s.data(random(3, 8, 5))
     count = (x > 0).sum()
@@ -341,8 +320,7 @@ def whole_array(s):
 
 
 @row(TENSORS, "format of a scalar; print, repr and str of tensors, parameters, nets")
-def printed(s):
-    net = s.net()
+def printed(s, net):
     loss, x = pair(s, net), s.data(random(3, 8, 5))
     assert all(repr(v) and str(v) and f"{v}" for v in (loss, x, net, net.up.weight, net.up))
     return f"{float(loss):.3f}", f"{loss.item():.3f}"
@@ -390,14 +368,10 @@ def reseeded(s, seed):
         bool((a == b).all()) for a, b in zip(first, other)]
 
 
-@row(SEEDS, "ms.set_seed starts the stream of DTensors anew")
-def set_seed(s):
-    return reseeded(s, ms.set_seed)
-
-
-@row(SEEDS, "ms.manual_seed")
-def manual_seed(s):
-    return reseeded(s, ms.manual_seed)
+rows(SEEDS, {
+    "ms.set_seed starts the stream of DTensors anew": lambda s: reseeded(s, ms.set_seed),
+    "ms.manual_seed": lambda s: reseeded(s, ms.manual_seed),
+})
 
 
 @row(SEEDS, "ms.get_rng_state and set_rng_state")

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_dtensor import ColwiseParallel, Partial, RowwiseParallel
-from tests.surface.table import Net, random, row, seeded, values
+from tests.surface.table import Net, random, row, rows, seeded, values
 
 CELLS, LOOPS, WEIGHTS = "training cells", "training loops", "weights"
 SCALE = 1024.0
@@ -38,36 +38,30 @@ def trained(s, net, step, steps: int = 5):
 
 
 @row(CELLS, "nn.WithLossCell")
-def with_loss(s):
+def with_loss(s, x, y):
     cell = nn.WithLossCell(s.net(), nn.SmoothL1Loss())
-    return cell(*s.batch()), ms.grad(cell, None, cell.trainable_params())(*s.batch())
+    return cell(x, y), ms.grad(cell, None, cell.trainable_params())(x, y)
 
 
-@row(CELLS, "nn.WithEvalCell")
-def with_eval(s):
-    return nn.WithEvalCell(s.net(), nn.L1Loss())(*s.batch())
-
-
-@row(CELLS, "nn.WithGradCell")
-def with_grad(s):
-    return nn.WithGradCell(s.net(), nn.MSELoss())(*s.batch())
+rows(CELLS, {
+    "nn.WithEvalCell": lambda net, x, y: nn.WithEvalCell(net, nn.L1Loss())(x, y),
+    "nn.WithGradCell": lambda net, x, y: nn.WithGradCell(net, nn.MSELoss())(x, y),
+})
 
 
 @row(CELLS, "nn.ForwardValueAndGrad")
-def forward_value_and_grad(s):
+def forward_value_and_grad(s, x, y):
     cell = nn.WithLossCell(s.net(), nn.MSELoss())
-    return nn.ForwardValueAndGrad(cell, cell.trainable_params(), get_all=True, get_by_list=True)(*s.batch())
+    return nn.ForwardValueAndGrad(cell, cell.trainable_params(), get_all=True, get_by_list=True)(x, y)
 
 
 @row(CELLS, "nn.TrainOneStepCell(nn.WithLossCell)")
-def train_one_step(s):
-    net = s.net()
+def train_one_step(s, net):
     return trained(s, net, nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 1e-2)))
 
 
 @row(CELLS, "nn.TrainOneStepCell(sens=)")
-def train_one_step_sens(s):
-    net = s.net()
+def train_one_step_sens(s, net):
     optimizer = nn.SGD(net.trainable_params(), 1e-2)
     return trained(s, net, nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, sens=8.0))
 
@@ -102,19 +96,16 @@ def overflowing(s, scale):
     return seen, values(net)
 
 
-@row(CELLS, "nn.TrainOneStepWithLossScaleCell, nn.FixedLossScaleUpdateCell, an overflow")
-def fixed_scale(s):
-    return overflowing(s, nn.FixedLossScaleUpdateCell(SCALE))
-
-
-@row(CELLS, "nn.TrainOneStepWithLossScaleCell, nn.DynamicLossScaleUpdateCell, an overflow")
-def dynamic_scale(s):
-    return overflowing(s, nn.DynamicLossScaleUpdateCell(SCALE, 2, 2))
+rows(CELLS, {
+    "nn.TrainOneStepWithLossScaleCell, nn.FixedLossScaleUpdateCell, an overflow":
+        lambda s: overflowing(s, nn.FixedLossScaleUpdateCell(SCALE)),
+    "nn.TrainOneStepWithLossScaleCell, nn.DynamicLossScaleUpdateCell, an overflow":
+        lambda s: overflowing(s, nn.DynamicLossScaleUpdateCell(SCALE, 2, 2)),
+})
 
 
 @row(CELLS, "nn.TrainOneStepWithLossScaleCell, a Tensor and set_sense_scale")
-def set_scale(s):
-    net = s.net()
+def set_scale(s, net):
     step = Scaled(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 1e-2), Tensor(SCALE, ms.float32))
     first = [step(*pair(i, s)) for i in range(2)]
     step.set_sense_scale(Tensor(64.0, ms.float32))
@@ -133,8 +124,7 @@ class TrainWithClip(nn.TrainOneStepCell):
 
 
 @row(CELLS, "a subclass of nn.TrainOneStepCell that clips")
-def train_with_clip(s):
-    net = s.net()
+def train_with_clip(s, net):
     return trained(s, net, TrainWithClip(nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.1, 0.9)))
 
 
@@ -160,14 +150,12 @@ class Accumulating(nn.TrainOneStepCell):
 
 
 @row(CELLS, "a gradient accumulation cell (assign_add, assign)")
-def accumulation_cell(s):
-    net = s.net()
+def accumulation_cell(s, net):
     return trained(s, net, Accumulating(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 1e-2)), 6)
 
 
 @row(CELLS, "nn.TimeDistributed")
-def time_distributed(s):
-    net = s.net()
+def time_distributed(s, net):
     cell = nn.TimeDistributed(net.head, time_axis=1)
     x, y = s.batch()
     return ms.value_and_grad(lambda x: ((cell(x) - y) ** 2).mean(), 0, net.head.trainable_params())(x)
@@ -177,14 +165,12 @@ def time_distributed(s):
 
 
 @row(LOOPS, "value_and_grad and an optimizer")
-def quick_start(s):
-    net = s.net()
+def quick_start(s, net):
     return trained(s, net, step_of(net, nn.SGD(net.trainable_params(), 1e-2, momentum=0.9)))
 
 
 @row(LOOPS, "loss printed with asnumpy(), item() and a format")
-def printed(s):
-    net = s.net()
+def printed(s, net):
     step = step_of(net, nn.SGD(net.trainable_params(), 1e-2))
     losses = [step(*pair(i, s)) for i in range(4)]
     return losses[0].asnumpy(), losses[1].item(), float(f"{losses[2].asnumpy():>7f}"), float(np.mean(losses[3].asnumpy()))
@@ -210,8 +196,7 @@ class Accumulator:
 
 
 @row(LOOPS, "the tutorial's Accumulator")
-def accumulator(s):
-    net = s.net()
+def accumulator(s, net):
     accumulate = Accumulator(nn.Momentum(net.trainable_params(), 0.05, 0.9), 2)
     loss_fn = nn.MSELoss()
     grad_fn = ms.value_and_grad(lambda x, y: loss_fn(net(x), y) / 2, None, net.trainable_params())
@@ -224,8 +209,7 @@ def accumulator(s):
 
 
 @row(LOOPS, "loss += micro_loss inside the differentiated function")
-def micro_losses(s):
-    net = s.net()
+def micro_losses(s, net):
     optimizer, loss_fn = nn.SGD(net.trainable_params(), 1e-2), nn.MSELoss()
 
     def loss_of(micros):
@@ -252,8 +236,7 @@ def from_a_tensor(s):
 
 
 @row(LOOPS, "total += micro_loss and gradients summed outside it")
-def summed_outside(s):
-    net = s.net()
+def summed_outside(s, net):
     optimizer, loss_fn = nn.SGD(net.trainable_params(), 1e-2), nn.MSELoss()
     grad_fn = ms.value_and_grad(lambda x, y: loss_fn(net(x), y), None, net.trainable_params())
     totals = []
@@ -269,8 +252,7 @@ def summed_outside(s):
 
 
 @row(LOOPS, "micro-batches cut out of the batch")
-def micro_batches(s):
-    net = s.net()
+def micro_batches(net, x, y):
     loss_fn = nn.MSELoss(reduction="sum")
 
     def loss_of(x, y):
@@ -278,12 +260,11 @@ def micro_batches(s):
         for k in range(2):
             loss += loss_fn(net(x[4 * k:4 * k + 4]), y[4 * k:4 * k + 4]) / y.size
         return loss
-    return ms.value_and_grad(loss_of, None, net.trainable_params())(*s.batch())
+    return ms.value_and_grad(loss_of, None, net.trainable_params())(x, y)
 
 
 @row(LOOPS, "hand-written SGD with ops.assign_sub")
-def by_hand(s):
-    net = s.net()
+def by_hand(s, net):
     grad_fn = ms.value_and_grad(lambda x, y: ((net(x) - y) ** 2).mean(), None, net.trainable_params())
     losses = []
     for i in range(5):
@@ -323,8 +304,7 @@ def frozen_before(s):
 
 
 @row(WEIGHTS, "frozen after it, thawed later")
-def frozen_after(s):
-    net = s.net()
+def frozen_after(s, net):
     for p in net.get_parameters():
         p.requires_grad = not p.name.startswith("up")
     first = trained(s, net, step_of(net, nn.SGD(net.trainable_params(), 1e-2)), 2)
@@ -431,8 +411,7 @@ def tied_cells(s):
 
 
 @row(WEIGHTS, "an exponential moving average of the weights")
-def moving_average(s):
-    net = s.net()
+def moving_average(s, net):
     params = ms.ParameterTuple(net.trainable_params())
     ema = params.clone(prefix="ema", init="same")
     step, losses = step_of(net, nn.SGD(net.trainable_params(), 5e-2)), []
@@ -444,8 +423,7 @@ def moving_average(s):
 
 
 @row(WEIGHTS, "weights of the average evaluated by set_data")
-def swapped(s):
-    net = s.net()
+def swapped(s, net):
     kept = [p.clone() for p in net.trainable_params()]
     first = trained(s, net, step_of(net, nn.SGD(net.trainable_params(), 5e-2)), 2)
     for p, k in zip(net.trainable_params(), kept):

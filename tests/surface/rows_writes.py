@@ -82,8 +82,8 @@ def masked_assignment(s):
 
 
 @row(COUNTS, "CommDebugMode(module=net) around a step: the step is the same")
-def counted(s):
-    net, losses = s.net(), []
+def counted(s, net):
+    losses = []
     optimizer = nn.Adam(net.trainable_params(), 1e-2)
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
     for i in range(5):

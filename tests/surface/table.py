@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 
 import mindspore as ms
@@ -50,7 +51,7 @@ ROWS: list[Row] = []
 
 
 def row(group: str, name: str, *, refused: str | dict[str, str] | None = None, rtol: float = RTOL) -> Callable:
-    """Adds `fn(setup)` to the table; a looser `rtol` needs a comment that says why."""
+    """Adds a program to the table, see `asked`; a looser `rtol` needs a comment that says why."""
     if isinstance(refused, str):
         refused = {"*": refused}
 
@@ -58,6 +59,21 @@ def row(group: str, name: str, *, refused: str | dict[str, str] | None = None, r
         ROWS.append(Row(group, name, fn, refused or {}, rtol))
         return fn
     return add
+
+
+def rows(group: str, programs: dict[str, Callable], **options) -> None:
+    """Adds programs by name."""
+    for name, fn in programs.items():
+        row(group, name, **options)(fn)
+
+
+def asked(fn: Callable, setup: Plain):
+    """What a program returns; it is given what its parameters ask for: `s`, or `net` and `x`, `y` of the setup."""
+    names = [name for name, parameter in signature(fn).parameters.items() if parameter.default is parameter.empty]
+    made = {"s": setup, "net": setup.net() if "net" in names else None}
+    if "x" in names:
+        made["x"], made["y"] = setup.batch()
+    return fn(*(made[name] for name in names))
 
 
 def all_rows() -> list[Row]:
@@ -235,7 +251,7 @@ def values(net: nn.Cell) -> dict:
 def run(one: Row, setup: Plain, want) -> dict:
     """One cell: {"state": "equal" | "refused" | "wrong" | "raw", "text": ...}."""
     try:
-        got = one.fn(setup)
+        got = asked(one.fn, setup)
         difference = differs(got, want, one.rtol)
         return {"state": "wrong" if difference else "equal", "text": difference or ""}
     except DTensorError as e:
@@ -246,4 +262,4 @@ def run(one: Row, setup: Plain, want) -> dict:
 
 def reference(one: Row):
     """What one device answers."""
-    return one.fn(Plain())
+    return asked(one.fn, Plain())
