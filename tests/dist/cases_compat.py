@@ -11,40 +11,15 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 import ms_dtensor as md
-from ms_dtensor.compat.hyper_parallel import (
-    CommDebugMode,
-    CPUOffloadPolicy,
-    DeviceMesh,
-    DFunction,
-    DistributedOp,
-    DTensor,
-    HSDPModule,
-    Layout,
-    MixedPrecisionPolicy,
-    Partial,
-    ShardingPlan,
-    checkpoint_wrapper,
-    custom_shard,
-    distribute_tensor,
-    fully_shard,
-    get_current_layout,
-    get_global_layout,
-    get_platform,
-    hsdp,
-    init_device_mesh,
-    init_parameters,
-    parallelize_value_and_grad,
-    register,
-    shard_module,
-    unregister,
-)
+import ms_dtensor.compat.hyper_parallel as hp
+from ms_dtensor.compat.hyper_parallel import DeviceMesh, DTensor, Layout, ShardingPlan, distribute_tensor, hsdp, shard_module
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, MixedOperandError
 from tests.dist.operands import P, R, S, data
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 
 def mesh_2d():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 class Net(nn.Cell):
@@ -60,20 +35,21 @@ class Net(nn.Cell):
         return mint.matmul(self.act(mint.matmul(x, self.up)), self.down) * scale
 
 
-def meshes_have_their_names(world, grid):
-    assert (grid.mesh_shape, grid.rank, grid.root_mesh) == ((2, 2), world.rank, None)
+def meshes_have_their_names(world):
+    mesh = mesh_2d()
+    assert (mesh.mesh_shape, mesh.rank, mesh.root_mesh) == ((2, 2), world.rank, None)
     dp, tp = divmod(world.rank, 2)
-    assert grid.get_rank_list_along_axis("dp") == [tp, 2 + tp] and grid.get_rank_list_along_axis("tp") == [2 * dp, 2 * dp + 1]
-    assert grid.get_device_num_along_axis("tp") == 2
-    sub = grid["tp"]
-    assert isinstance(sub, DeviceMesh) and sub.root_mesh == grid and sub.mesh_shape == (2,)
-    assert isinstance(grid.flatten("all"), DeviceMesh) and grid["all"].mesh_shape == (4,)
-    assert grid == md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    x = distribute_tensor(data(1, 4, 6), grid, (S(0), S(1)))
+    assert mesh.get_rank_list_along_axis("dp") == [tp, 2 + tp] and mesh.get_rank_list_along_axis("tp") == [2 * dp, 2 * dp + 1]
+    assert mesh.get_device_num_along_axis("tp") == 2
+    sub = mesh["tp"]
+    assert isinstance(sub, DeviceMesh) and sub.root_mesh == mesh and sub.mesh_shape == (2,)
+    assert isinstance(mesh.flatten("all"), DeviceMesh) and mesh["all"].mesh_shape == (4,)
+    assert mesh == md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(data(1, 4, 6), mesh, (S(0), S(1)))
     equal(x + x, 2 * data(1, 4, 6))
-    quiet = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), init_backend=False)
-    assert quiet == grid and quiet["tp"].get_group().size == 2  # theirs makes them when they are needed, too
-    platform = get_platform()
+    quiet = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), init_backend=False)
+    assert quiet == mesh and quiet["tp"].get_group().size == 2  # theirs makes them when they are needed, too
+    platform = hp.get_platform()
     assert (platform.get_rank(), platform.get_world_size()) == (world.rank, 4)
     assert platform.create_group([0, 1, 2, 3]).size == 4
     p = Parameter(data(world.rank, 3, 2), name="p")
@@ -82,29 +58,30 @@ def meshes_have_their_names(world, grid):
     assert refusal(lambda: platform.broadcast(x, 0), LayoutError)
 
 
-def layouts_say_what_ours_say(world, grid):
+def layouts_say_what_ours_say(world):
+    mesh = mesh_2d()
     base = Layout(mesh_shape=(2, 2), alias_name=("dp", "tp"), rank_list=(0, 1, 2, 3))
-    assert base.mesh == grid and base.mesh_shape == (2, 2) and base.alias_name == ("dp", "tp")
+    assert base.mesh == mesh and base.mesh_shape == (2, 2) and base.alias_name == ("dp", "tp")
     both = base(("tp", "dp"), "None")
     assert both.tensor_map == ((0, 1), -1) and both.alias_tensor_map == (("tp", "dp"), "None")
     assert both.placements == (S(0), S(0)) and not both.is_partial()
-    x = DTensor.from_local(data(1, 1, 3), grid, both.alias_tensor_map)
+    x = DTensor.from_local(data(1, 1, 3), mesh, both.alias_tensor_map)
     assert both == x.layout and x.layout == both and base("dp", "None") != x.layout
     one = base("None", "tp")
     one.set_partial_by_dev_axis("dp", "max")
-    assert one.placements == (Partial("max"), S(1)) and one.is_partial()
+    assert one.placements == (hp.Partial("max"), S(1)) and one.is_partial()
     same_on_all_ranks(world, refusal(lambda: one.set_partial_by_dev_axis("tp"), LayoutError))
     ours = md.distribute_tensor(data(1, 4, 6), md.init_device_mesh("cpu", (4,), mesh_dim_names=("ours",)), [S(0)])
     assert isinstance(Layout.of(ours.layout).mesh, DeviceMesh) and Layout.of(ours.layout) == ours.layout
-    late = Layout.from_device_mesh(grid)([S(-1), R])
+    late = Layout.from_device_mesh(mesh)([S(-1), R])
     assert late.placements == (S(-1), R)
     same_on_all_ranks(world, refusal(lambda: late.tensor_map, LayoutError))
     assert late.placement_to_tensor_map(3) == (-1, -1, 1) and late == base("None", "None", "dp")
-    assert "hyper_parallel" in refusal(lambda: Layout(grid, ("dp", "tp")), LayoutError)
+    assert "hyper_parallel" in refusal(lambda: Layout(mesh, ("dp", "tp")), LayoutError)
     refusal(lambda: Layout((2, 2), ("dp", "tp"), (0, 1)), MeshError)
 
 
-class _Rowwise(DistributedOp):
+class _Rowwise(hp.DistributedOp):
     """x @ w.T + b, summands over the axis that cuts the contraction; the bias shared between them."""
 
     def __init__(self):
@@ -130,10 +107,10 @@ class _Rowwise(DistributedOp):
         return lambda x, w, bias: func(x, w, bias / n)
 
 
-def a_distributed_op_builds_its_results_layout(world, grid):
+def a_distributed_op_builds_its_results_layout(world):
     _Rowwise()
 
-    class Linear(DFunction):
+    class Linear(hp.DFunction):
         _op_name = "CompatRowwise"
 
         @staticmethod
@@ -146,21 +123,22 @@ def a_distributed_op_builds_its_results_layout(world, grid):
             x, w = ctx.saved_tensors
             return mint.matmul(grad, w), mint.matmul(grad.t(), x), grad.sum(0)
 
+    mesh = mesh_2d()
     x, w, b = data(1, 4, 8), data(2, 6, 8), data(3, 6)
-    dx, dw, db = (distribute_tensor(t, grid, p) for t, p in ((x, (S(0), S(1))), (w, (R, S(1))), (b, (R, R))))
+    dx, dw, db = (distribute_tensor(t, mesh, p) for t, p in ((x, (S(0), S(1))), (w, (R, S(1))), (b, (R, R))))
     with counted({}):
         out = Linear.apply(dx, dw, db)
     assert out.placements == (S(0), P)
     equal(out, mint.matmul(x, w.t()) + b)
-    summed = DTensor.from_local(x, grid, (R, P))
+    summed = DTensor.from_local(x, mesh, (R, P))
     assert "Partial" in refusal(lambda: Linear.apply(summed, dw, db), LayoutError)
 
-    class Same(DistributedOp):
+    class Same(hp.DistributedOp):
         def infer_layout(self, layouts, extra_args=None):
             return layouts[0]
     Same("CompatSame")
 
-    class Twice(DFunction):
+    class Twice(hp.DFunction):
         _op_name = "CompatSame"
 
         @staticmethod
@@ -170,7 +148,7 @@ def a_distributed_op_builds_its_results_layout(world, grid):
         @staticmethod
         def backward(ctx, grad):
             return 2 * grad
-    odd = distribute_tensor(x, grid, (R, R)).redistribute(placements=(("tp", "dp"), "None"))  # tp splits first
+    odd = distribute_tensor(x, mesh, (R, R)).redistribute(placements=(("tp", "dp"), "None"))  # tp splits first
     out = Twice.apply(odd)
     assert out.layout is odd.layout
     equal(out, 2 * x)
@@ -182,22 +160,22 @@ PLAN = ShardingPlan(
     output_plan={"output": (S(0), R)})
 
 
-def shard_module_equals_one_device(world, grid):
-    x = data(3, 4, 8)
+def shard_module_equals_one_device(world):
+    mesh, x = mesh_2d(), data(3, 4, 8)
     plain = Net()
-    loss, grads = parallelize_value_and_grad(lambda t: (plain(t, scale=2.0) ** 2).mean(), plain.trainable_params())(x)
-    net = shard_module(Net(), grid, PLAN)
+    loss, grads = hp.parallelize_value_and_grad(lambda t: (plain(t, scale=2.0) ** 2).mean(), plain.trainable_params())(x)
+    net = shard_module(Net(), mesh, PLAN)
     assert net.up.placements == (R, S(1)) and net.down.placements == (R, S(0)) and net.up.name == "up"
-    dx = distribute_tensor(x, grid, (R, R))
-    with CommDebugMode(module=net) as mode:
+    dx = distribute_tensor(x, mesh, (R, R))
+    with hp.CommDebugMode(module=net) as mode:
         out = net(dx, scale=2.0)
-        got, got_grads = parallelize_value_and_grad(lambda t: (net(t, scale=2.0) ** 2).mean(), net.trainable_params())(dx)
+        got, got_grads = hp.parallelize_value_and_grad(lambda t: (net(t, scale=2.0) ** 2).mean(), net.trainable_params())(dx)
     assert out.placements == (S(0), R)
     equal(out, plain(x, scale=2.0))
     equal(got, loss)
     equal(got_grads, grads)
     assert mode.get_comm_counts("op", "axes", "phase")[("all_reduce", ("tp",), "forward")] >= 2
-    local = shard_module(Net(), grid, ShardingPlan(input_plan={"input": (S(0), R)}, return_local_tensor=["act"],
+    local = shard_module(Net(), mesh, ShardingPlan(input_plan={"input": (S(0), R)}, return_local_tensor=["act"],
                                                    plan={"up": (R, S(1)), "down": (R, R)}))
     local.act.register_forward_hook(lambda cell, inputs, outputs: seen.append(type(outputs)))
     seen: list = []
@@ -205,43 +183,44 @@ def shard_module_equals_one_device(world, grid):
     assert seen == [Tensor]
 
 
-def shard_module_refuses_before_it_touches_anything(world, grid):
+def shard_module_refuses_before_it_touches_anything(world):
+    mesh = mesh_2d()
     for plan in (ShardingPlan(plan={"up": (R, R), "ups": (R, R)}), ShardingPlan(plan={"up": (R, R)}, input_plan={"acts.input": (R, R)}),
                  ShardingPlan(plan={"up": (R, R)}, output_plan={"act.out": (R, R)}), {"up": (R, R)},
                  ShardingPlan(plan={"up": (R, R)}, return_local_tensor=["acts"])):
         net = Net()
         with counted() as count:
-            said = refusal(lambda net=net, plan=plan: shard_module(net, grid, plan), ConfigError)
+            said = refusal(lambda net=net, plan=plan: shard_module(net, mesh, plan), ConfigError)
         same_on_all_ranks(world, said)
         assert not count and not isinstance(net.up, DTensor)
-    net = shard_module(Net(), grid, ShardingPlan(plan={"up": (R, S(1))}))
-    shard_module(net, grid, ShardingPlan(plan={"up": (R, S(1))}))
-    assert "laid out already" in refusal(lambda: shard_module(net, grid, ShardingPlan(plan={"up": (R, S(0))})), LayoutError)
-    two = shard_module(lambda x, y: (x + y, 3), grid, ShardingPlan(input_plan={"input": ((S(0), R), (S(0), R))},
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1))}))
+    shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(1))}))
+    assert "laid out already" in refusal(lambda: shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(0))})), LayoutError)
+    two = shard_module(lambda x, y: (x + y, 3), mesh, ShardingPlan(input_plan={"input": ((S(0), R), (S(0), R))},
                                                                 output_plan={"output": ((R, R), None)}))
     x, y = data(1, 4, 2), data(2, 4, 2)
-    total, three = two(distribute_tensor(x, grid, (R, R)), distribute_tensor(y, grid, (R, S(1))))
+    total, three = two(distribute_tensor(x, mesh, (R, R)), distribute_tensor(y, mesh, (R, S(1))))
     assert total.placements == (R, R) and three == 3
     equal(total, x + y)
 
 
-def placements_beyond_the_axes_may_be_replicate(world, grid):
-    x = data(3, 4, 8)
-    dx = distribute_tensor(x, grid, (S(0), R, R, R))
+def placements_beyond_the_axes_may_be_replicate(world):
+    mesh, x = mesh_2d(), data(3, 4, 8)
+    dx = distribute_tensor(x, mesh, (S(0), R, R, R))
     assert dx.placements == (S(0), R)
-    net = shard_module(Net(), grid, ShardingPlan(plan={"up": (R, S(1), R)}, output_plan={"output": (R, S(1), R)}))
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1), R)}, output_plan={"output": (R, S(1), R)}))
     assert net.up.placements == (R, S(1))
-    shard_module(net, grid, ShardingPlan(plan={"up": (R, S(1), R), "down": (R, R)}))
+    shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(1), R), "down": (R, R)}))
     out = net(dx)
     assert out.placements == (R, S(1))
     equal(out, Net()(x))
     for placed in ((R, R, S(0)), (S(0),)):
         with counted({}):
-            said = refusal(lambda placed=placed: distribute_tensor(x, grid, placed), LayoutError)
+            said = refusal(lambda placed=placed: distribute_tensor(x, mesh, placed), LayoutError)
         same_on_all_ranks(world, said)
 
 
-def tied_and_deferred_parameters_are_one_devices(world, grid):
+def tied_and_deferred_parameters_are_one_devices(world):
     class Tied(nn.Cell):
         def __init__(self):
             super().__init__()
@@ -250,67 +229,70 @@ def tied_and_deferred_parameters_are_one_devices(world, grid):
             self.head = nn.Dense(4, 8, has_bias=False)
             self.head.weight = self.embed.embedding_table
 
+    mesh = mesh_2d()
     np.random.seed(5)
     plain = Tied()
     np.random.seed(5 + world.rank)  # rank 0's
     with no_init_parameters():
         net = Tied()
-    shard_module(net, grid, ShardingPlan(plan={"embed.embedding_table": (R, S(0))}))
+    shard_module(net, mesh, ShardingPlan(plan={"embed.embedding_table": (R, S(0))}))
     assert net.head.weight is net.embed.embedding_table
-    init_parameters(net)
+    hp.init_parameters(net)
     equal(net.first, plain.first)
     assert not isinstance(net.first, DTensor)
     equal(net.embed.embedding_table, plain.embed.embedding_table)
 
 
-def custom_shard_is_local_map_with_one_entry_per_result(world, grid):
+def custom_shard_is_local_map_with_one_entry_per_result(world):
+    mesh = mesh_2d()
     x, w = data(1, 4, 8), data(2, 8, 6)
-    dx, dw = distribute_tensor(x, grid, (R, R)), distribute_tensor(w, grid, (R, S(0)))
+    dx, dw = distribute_tensor(x, mesh, (R, R)), distribute_tensor(w, mesh, (R, S(0)))
 
     def fn(a, b, times):
         return mint.matmul(a, b) * times
-    one = custom_shard(fn, grid, ((S(0), P),), ((S(0), S(1)), (R, S(0)), None))
+    one = hp.custom_shard(fn, mesh, ((S(0), P),), ((S(0), S(1)), (R, S(0)), None))
     out = one(dx, dw, 2)
     assert out.placements == (S(0), P)
     equal(out, 2 * mint.matmul(x, w))
     grads = md.grad(lambda a, b: (one(a, b, 2).reduce_partial() ** 2).sum(), (0, 1))(dx, dw)
     equal(grads, md.grad(lambda a, b: (fn(a, b, 2) ** 2).sum(), (0, 1))(x, w))
-    two = custom_shard(device_mesh=grid, out_placements=((S(0), R), None), in_placements=((S(0), R),))(lambda a: (a * 2, 7))
+    two = hp.custom_shard(device_mesh=mesh, out_placements=((S(0), R), None), in_placements=((S(0), R),))(lambda a: (a * 2, 7))
     doubled, seven = two(dx)
     assert seven == 7 and doubled.placements == (S(0), R)
     equal(fn(x, w, 3), one(x, w, 3))
-    refusal(lambda: custom_shard(fn, grid, ((S(0), R),), ((S(0), R), (R, R), None), redistribute_inputs=False)(dx, dw, 1),
+    refusal(lambda: hp.custom_shard(fn, mesh, ((S(0), R),), ((S(0), R), (R, R), None), redistribute_inputs=False)(dx, dw, 1),
             LayoutError)
 
 
-def several_results_and_sensitivities(world, grid):
+def several_results_and_sensitivities(world):
+    mesh = mesh_2d()
     x, w = data(1, 4, 8), data(2, 8, 6)
 
     def both(weight):
         return lambda t: ((mint.matmul(t, weight) ** 2).sum(), mint.matmul(t, weight).sum())
-    plain, dist = Parameter(w, name="w"), Parameter(distribute_tensor(w, grid, (R, S(1))), name="w")
-    dx = distribute_tensor(x, grid, (S(0), R))
+    plain, dist = Parameter(w, name="w"), Parameter(distribute_tensor(w, mesh, (R, S(1))), name="w")
+    dx = distribute_tensor(x, mesh, (S(0), R))
     for sens in (None, [0.5, -3.0]):
-        (a, b), (want,) = parallelize_value_and_grad(both(plain), plain, sens)(x)
-        (got_a, got_b), (got,) = parallelize_value_and_grad(both(dist), [dist], sens)(dx)
+        (a, b), (want,) = hp.parallelize_value_and_grad(both(plain), plain, sens)(x)
+        (got_a, got_b), (got,) = hp.parallelize_value_and_grad(both(dist), [dist], sens)(dx)
         equal(got_a, a)
         equal(got_b, b)
         equal(got, want)
         assert isinstance(got, DTensor) and got.placements == (R, S(1))
     assert np.abs(want.asnumpy() - md.value_and_grad(both(plain), None, [plain], True)(x)[1][0].asnumpy()).max() > 0.1
-    refusal(lambda: parallelize_value_and_grad(both(plain), plain, [1.0])(x), ConfigError)
+    refusal(lambda: hp.parallelize_value_and_grad(both(plain), plain, [1.0])(x), ConfigError)
 
 
-def hsdp_replicates_and_refuses_the_rest(world, grid):
-    rows = data(3, 4, 8)
+def hsdp_replicates_and_refuses_the_rest(world):
+    mesh, rows = mesh_2d(), data(3, 4, 8)
     plain = Net()
-    want = parallelize_value_and_grad(lambda t: (plain(t) ** 2).mean(), plain.trainable_params())(rows)
-    net = hsdp(shard_module(Net(), grid, ShardingPlan(plan={"up": (R, S(1))})), shard_size=1)
+    want = hp.parallelize_value_and_grad(lambda t: (plain(t) ** 2).mean(), plain.trainable_params())(rows)
+    net = hsdp(shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1))})), shard_size=1)
     assert net.down.placements == (R, R)
-    got = parallelize_value_and_grad(lambda t: (net(t) ** 2).mean(), net.trainable_params())(
-        distribute_tensor(rows, grid, (S(0), R)))
+    got = hp.parallelize_value_and_grad(lambda t: (net(t) ** 2).mean(), net.trainable_params())(
+        distribute_tensor(rows, mesh, (S(0), R)))
     alone = hsdp(Net(), shard_size=1, comm_fusion=True)  # every rank brings its row
-    own = parallelize_value_and_grad(lambda t: (alone(t) ** 2).mean(), alone.trainable_params())(
+    own = hp.parallelize_value_and_grad(lambda t: (alone(t) ** 2).mean(), alone.trainable_params())(
         rows[world.rank:world.rank + 1])
     for loss, grads in (got, own):
         equal(loss, want[0])
@@ -322,11 +304,11 @@ def hsdp_replicates_and_refuses_the_rest(world, grid):
         same_on_all_ranks(world, refusal(lambda asked=asked: hsdp(Net(), **asked), ConfigError))
 
 
-def the_platforms_collectives_have_gradients(world, grid):
+def the_platforms_collectives_have_gradients(world):
     """What is differentiated is the sum of what all ranks differentiate."""
-    platform, n = get_platform(), 2
-    group, here = grid.get_group("tp"), world.rank % 2
-    assert platform.create_group(grid["tp"].rank_list) == group  # one communicator
+    mesh, platform, n = mesh_2d(), hp.get_platform(), 2
+    group, here = mesh.get_group("tp"), world.rank % 2
+    assert platform.create_group(mesh["tp"].rank_list) == group  # one communicator
     ones = [data(10 + 2 * (world.rank // 2) + r, 6) for r in range(n)]
     weights = [data(20 + r, 6) for r in range(n)]
     for op, scale in (("sum", 1), ("avg", 1 / n)):
@@ -350,7 +332,7 @@ def the_platforms_collectives_have_gradients(world, grid):
     gathered = [None] * 4
     platform.all_gather_object(gathered, world.rank)
     assert gathered == [0, 1, 2, 3]
-    dx = distribute_tensor(data(1, 4, 6), grid, (R, R))
+    dx = distribute_tensor(data(1, 4, 6), mesh, (R, R))
     for call in (lambda: platform.differentiable_all_reduce(dx), lambda: platform.differentiable_all_to_all_single_async(
             dx, [1, 1], [1, 1])):
         same_on_all_ranks(world, refusal(call, LayoutError))
@@ -360,12 +342,12 @@ def the_platforms_collectives_have_gradients(world, grid):
 
 def local_cells_under_fully_shard(world):
     """Plain in, plain out; `main_grad` in float32 over micro-batches; parameters as one device has them."""
-    mesh = init_device_mesh("npu", (4,), mesh_dim_names=("world",))._unflatten(0, (1, 4), ("pp", "fsdp"))
+    mesh = hp.init_device_mesh("npu", (4,), mesh_dim_names=("world",))._unflatten(0, (1, 4), ("pp", "fsdp"))
     net, plain, rows = Net(), Net(), data(3, 8, 8)
-    checkpoint_wrapper(net.act, context_fn=lambda: (nullcontext(), nullcontext()), early_stop=True)
-    fully_shard(net, mesh=mesh["fsdp"], comm_fusion=False, replicate_params=[net.up], offload_policy=CPUOffloadPolicy(),
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True))
-    assert isinstance(net, HSDPModule) and not isinstance(net.act, HSDPModule)
+    hp.checkpoint_wrapper(net.act, context_fn=lambda: (nullcontext(), nullcontext()), early_stop=True)
+    hp.fully_shard(net, mesh=mesh["fsdp"], comm_fusion=False, replicate_params=[net.up], offload_policy=hp.CPUOffloadPolicy(),
+                mp_policy=hp.MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True))
+    assert isinstance(net, hp.HSDPModule) and not isinstance(net.act, hp.HSDPModule)
     net.set_reduce_op_type("sum")
     want = [0.0, 0.0]
     for half in np.split(rows.asnumpy(), 2):
@@ -384,36 +366,37 @@ def local_cells_under_fully_shard(world):
     assert net.up.main_grad is None
 
 
-def a_piece_is_loaded_as_its_ranks_shard_by_programs_for_hyper_parallel_alone(world, grid):
+def a_piece_is_loaded_as_its_ranks_shard_by_programs_for_hyper_parallel_alone(world):
     """MindFormers reads pieces by layouts, and gives them to `load_param_into_net`."""
-    net = shard_module(Net(), grid, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
+    mesh = mesh_2d()
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
     whole = {name: np.random.default_rng(len(name)).standard_normal(p.shape).astype(np.float32)
              for name, p in net.parameters_and_names()}
     given = {name: Parameter(Tensor(np.ascontiguousarray(whole[name][tuple(slice(*e) for e in p.layout.local_box())])), name)
              for name, p in net.parameters_and_names()}
     text = refusal(lambda: ms.load_param_into_net(net, given), RuntimeError)
     assert "same shape" in text, text
-    register()
+    hp.register()
     try:
         with counted() as count:
             assert ms.load_param_into_net(net, given) == ([], [])
         text = refusal(lambda: ms.load_param_into_net(net, {"up": Parameter(Tensor(np.ones((4, 5), np.float32)))}), RuntimeError)
     finally:
-        unregister()
+        hp.unregister()
     assert not count and "same shape" in text, (count, text)
     for name, p in net.parameters_and_names():
         equal(p, Tensor(whole[name]), name, 0)
 
 
-def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world, grid):
+def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world):
     """MindFormers' layers add their own tokens to a replicated parameter without a gradient, and sum over ranks later."""
-    own = Tensor([world.rank + 1.0, 2.0])
+    mesh, own = mesh_2d(), Tensor([world.rank + 1.0, 2.0])
 
     def made(placements, **kwargs):
-        return Parameter(distribute_tensor(Tensor([5.0, 7.0]), grid, placements), name="count", **kwargs)
+        return Parameter(distribute_tensor(Tensor([5.0, 7.0]), mesh, placements), name="count", **kwargs)
     count, refused = made((R, R), requires_grad=False), (made((R, R)), made((R, S(0)), requires_grad=False))
     texts = [refusal(lambda: count.add_(own), MixedOperandError)]
-    register()
+    hp.register()
     try:
         with counted() as seen:
             count.add_(own)
@@ -421,7 +404,7 @@ def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world, grid
         texts += [refusal(lambda x=x: x.add_(own), MixedOperandError) for x in refused]
         count.add_(count)
     finally:
-        unregister()
+        hp.unregister()
     texts.append(refusal(lambda: count.add_(own), MixedOperandError))
     assert not seen and count.to_local().asnumpy().tolist() == [2 * (world.rank + 7), 18], (seen, count.to_local())
     for text in texts:
@@ -429,10 +412,11 @@ def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world, grid
         same_on_all_ranks(world, text)
 
 
-def layouts_in_checkpoints(world, grid):
-    net = shard_module(Net(), grid, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
+def layouts_in_checkpoints(world):
+    mesh = mesh_2d()
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
     net.own = Parameter(data(1, 3), name="own")
-    own = get_current_layout(net)
+    own = hp.get_current_layout(net)
     assert list(own) == [str(world.rank)] and own[str(world.rank)] == {
         "up": {"type": "Float32", "full_shape": (8, 12), "device_matrix": (2, 2), "alias_name": ("dp", "tp"),
                "rank_list": (0, 1, 2, 3), "tensor_map": (0, 1)},
@@ -440,6 +424,6 @@ def layouts_in_checkpoints(world, grid):
                  "rank_list": (0, 1, 2, 3), "tensor_map": (-1, 0)},
         "own": {"type": "Float32", "full_shape": (3,)}}
     with counted() as count:
-        everybody = get_global_layout(net)
+        everybody = hp.get_global_layout(net)
     assert sorted(everybody) == ["0", "1", "2", "3"] and all(v == own[str(world.rank)] for v in everybody.values())
     assert count == {("all_gather_object", "forward"): 1}

@@ -12,15 +12,7 @@ from mindspore import Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import DTensor, distribute_tensor, fully_shard, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError
-from ms_dtensor.parallel import (
-    ColwiseParallel,
-    MixedPrecisionPolicy,
-    OverlappedColwise,
-    OverlappedGradients,
-    OverlappedRowwise,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from ms_dtensor.parallel import ColwiseParallel, OverlappedColwise, OverlappedGradients, OverlappedRowwise, RowwiseParallel
 from ms_dtensor.parallel.late import Debt, Late
 from tests.cases import case
 from tests.dist.cases_styles import fill
@@ -162,10 +154,10 @@ def gradients_of_weights_wait_for_the_next_communication(world, grid):
 
 def other_layouts_than_the_styles_and_bfloat16(world, grid):
     """At 16 bits the values of a gather at the door; what lies otherwise is brought there."""
-    policy = MixedPrecisionPolicy(param_dtype=ms.bfloat16)
+    policy = md.parallel.MixedPrecisionPolicy(param_dtype=ms.bfloat16)
     x, made = distribute_tensor(data(1, 16, 6), grid, [S(0), S(0)]), []
     at_the_door = fill(Gated())
-    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R).apply(at_the_door, grid["tp"])
+    md.parallel.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R).apply(at_the_door, grid["tp"])
     parallelize_module(at_the_door, grid["tp"], {
         "up": ColwiseParallel(use_local_output=False), "gate": ColwiseParallel(use_local_output=False),
         **dict.fromkeys(("down", "side"), RowwiseParallel(output_layouts=S(0), use_local_output=False))})
