@@ -42,8 +42,7 @@ def every_cut_gives_what_the_whole_gives(world):
             answers.append([array(value), *map(array, grads)])
             assert sum(n for what, n in count.items() if what != TOLD) <= 1, (form, placement, count)  # the mean's own
         for placement, answer in zip(cuts, answers[1:]):
-            for i, (got, want) in enumerate(zip(answer, answers[0])):
-                equal(got, want, f"{form} cut on {placement}, {i}")
+            equal(answer, answers[0], f"{form} cut on {placement}")
 
 
 @case(world_size=2)

@@ -175,9 +175,8 @@ def what_tensors_methods_refuse(world):
                             (lambda: setattr(own.w, "grad", own.w.astype(ms.int32)), "of floats"),
                             (lambda: setattr(own.plain, "grad", own.w), "a plain tensor's plain"),
                             (lambda: setattr(own.w, "grad", 0), "in its shape")):
-            text = refusal(call, DTensorError)
+            text = same_on_all_ranks(world, refusal(call, DTensorError))
             assert words in text, text
-            same_on_all_ranks(world, text)
         own.w.grad = own.w
         del own.w.grad
         assert own.w.grad is None and own.plain.grad is None
@@ -351,9 +350,8 @@ def what_has_no_backward_is_refused_alike(world):
                             (inside(inside(lambda: None)), "A block records by itself"),
                             (inside(lambda: Recording.of(own, x)), "It is recorded by itself"),
                             (lambda: md.recorded([x]).__enter__(), "Gradients are kept of parameters")):
-            text = refusal(call, DTensorError)
+            text = same_on_all_ranks(world, refusal(call, DTensorError))
             assert words in text, text
-            same_on_all_ranks(world, text)
             assert not recording()
     assert {op for op, _ in count} <= {"all_gather_object", "all_reduce"}, count
     text = refusal(inside(kept, net), OpRuleError)

@@ -167,9 +167,8 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
         text = refusal(lambda net=net, options=options: checkpoint.save_hf(net, root / "hf", **options), CheckpointError)
         same_on_all_ranks(world, text)
         assert not (root / "hf").exists()
-    text = refusal(lambda: checkpoint.load({"w": 1}, root / "none"), CheckpointError)
+    text = same_on_all_ranks(world, refusal(lambda: checkpoint.load({"w": 1}, root / "none"), CheckpointError))
     assert "there is no checkpoint" in text
-    same_on_all_ranks(world, text)
 
 
 def ranks_whose_keys_come_in_another_order_save_and_load_one_state(world):
@@ -224,15 +223,13 @@ def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world, grid):
     checkpoint.load(state, root / "a")
     if world.rank >= 2:  # the second copy goes its own way
         net.down.weight.set_data(net.down.weight * 1.5)
-    text = refusal(lambda: checkpoint.save(state, root / "b"), CheckpointError)
-    same_on_all_ranks(world, text)
+    text = same_on_all_ranks(world, refusal(lambda: checkpoint.save(state, root / "b"), CheckpointError))
     assert "copies of a tensor that differ" in text and "'model.down.weight'" in text and "rank 0" in text and "rank 2" in text
     assert "up.weight" not in text and not (root / "b").exists(), text
     odd = md.DeviceMesh("cpu", [[0, 1], [0, 2], [0, 3], [0, 3]][world.rank])
     x = DTensor.from_local(data(1, 3), odd, [R])
-    text = refusal(lambda: checkpoint.save({"x": x}, root / "b"), CheckpointError)
+    text = same_on_all_ranks(world, refusal(lambda: checkpoint.save({"x": x}, root / "b"), CheckpointError))
     assert "no copies of each other" in text, text
-    same_on_all_ranks(world, text)
 
 
 def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
@@ -311,9 +308,8 @@ def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
         if world.rank == 0:
             spoil()
         comm.group(tuple(range(4))).barrier()
-        text = refusal(lambda: checkpoint.load(target, root / "a"), CheckpointError)
+        text = same_on_all_ranks(world, refusal(lambda: checkpoint.load(target, root / "a"), CheckpointError))
         assert "1 of 4 ranks failed, the first is rank 2" in text and path.name in text, text
-        same_on_all_ranks(world, text)
 
 
 @case(world_size=4, timeout=120)

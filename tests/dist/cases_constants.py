@@ -106,9 +106,8 @@ def rows_that_come_from_outside_stay_rows(world):
     for cell in (net.up, net.down, net.of_places):  # the rows come into `net`, which is no cell of data parallelism
         md.replicate(cell, mesh=mesh)
     md.parallelize_module(net, mesh, constants="replicate")
-    text = refusal(lambda: net(mine), MixedOperandError)
+    text = same_on_all_ranks(world, refusal(lambda: net(mine), MixedOperandError))
     assert "each input of Made" in text and "register_buffer" in text and "parallelize_module(net" not in text, text
-    same_on_all_ranks(world, text)
     got, _ = step(net, dx)  # laid out, nothing else is plain
     compare(got, one_device(x), net)
     text = refusal(lambda: md.replicate(Made(), mesh=mesh)(mine), MixedOperandError)
@@ -203,8 +202,7 @@ def optimizers_of_others_equal_one_device(world):
                 assert count == norms, (make, how, count)
             equal(net.trainable_params(), plain.trainable_params(), f"{make.__name__} {how}")
         plain_grads = tuple(g.to_local() for g in grads)  # shards, which no rule says of
-        text = refusal(lambda o=optimizer, g=plain_grads: o(g), MixedOperandError)
-        same_on_all_ranks(world, text)
+        same_on_all_ranks(world, refusal(lambda o=optimizer, g=plain_grads: o(g), MixedOperandError))
 
 
 @case(world_size=2)
@@ -222,7 +220,6 @@ def parameters_and_local_outputs_are_no_constants(world):
                        MixedOperandError)
         same_on_all_ranks(world, text)
     net = md.parallelize_module(weighted(False), mesh, {"up": md.ColwiseParallel()}, constants="replicate")
-    text = refusal(lambda: net(x), LayoutError)
+    text = same_on_all_ranks(world, refusal(lambda: net(x), LayoutError))
     assert "hands out a plain tensor" in text and "use_local_output=False" in text, text
-    same_on_all_ranks(world, text)
     assert "but got 'shard'" in refusal(lambda: md.parallelize_module(net, mesh, constants="shard"), ConfigError)

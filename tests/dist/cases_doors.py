@@ -13,7 +13,7 @@ import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, debug, distribute_tensor, loss_parallel, replicate, value_and_grad
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
 from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
 
@@ -51,9 +51,8 @@ def numpy_on_the_left_is_a_number_or_refused(world, line):
             with np.errstate(all="ignore"):
                 equal(got, fn(np.float32(number), whole).astype(got.full_tensor().asnumpy().dtype), f"{name} {number!r}", 1e-4)
     for name in (*names.split(), "matmul", "and_", "or_", "xor", "lshift", "iadd", "imul", "itruediv"):
-        told = refusal(lambda n=name: getattr(operator, n)(whole.copy(), dx), MixedOperandError)
+        told = same_on_all_ranks(world, refusal(lambda n=name: getattr(operator, n)(whole.copy(), dx), MixedOperandError))
         assert "a numpy.ndarray meets a DTensor" in told and "full_tensor().asnumpy()" in told, (name, told)
-        same_on_all_ranks(world, told)
     assert "NumPy was given a DTensor" in refusal(lambda: np.exp(dx), MixedOperandError)
     assert "divmod" in refusal(lambda: divmod(np.float32(2), dx), MixedOperandError)
     equal(np.bool_(True) & (dx > 0), whole > 0)
@@ -122,10 +121,8 @@ def a_wrong_shard_is_told_by_all_ranks(world, line):
 def styles_after_replicate_are_refused_with_the_order(world):
     net = replicate(nn.Dense(6, 4), mesh=mesh_2d()["dp"])
     before = net.weight
-    with counted({}):
-        told = refusal(lambda: md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
+    told = refused_alike(world, lambda: md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
     assert net.weight is before and "parallelize_module(...) first, then replicate" in told
-    same_on_all_ranks(world, told)
     assert "either order" not in replicate.__doc__ and "after tensor-parallel styles" in replicate.__doc__
 
 

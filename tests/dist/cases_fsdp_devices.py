@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step, scalar
+from tests.dist.cases_fully_shard import ROWS, Net, both, cut_up, filled, fsdp, loss_of, mine, same_step, scalar
 from tests.dist.operands import Built, R, S, mesh_2d
 from tests.dist.support import equal
 from tests.rehearsal.session import rehearsed
@@ -83,8 +83,7 @@ def on_emulated_devices_as_on_the_cpu(world):
         want = run("cpu", **how)
         with rehearsed(**({} if how else {"rates": rates})) as device:
             got = run("npu", **how)
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            equal(a, b, f"{how} {i}")
+        equal(got, want, str(how))
     stood = [still for name, _, _, still in device.times if name == "all_gather_into_tensor"]
     # of a step's 7 the first and, its block having just been given back, the backward's first; the first step knows no order
     assert sum(still == 0 for still in stood) == 2 + 5 + 5, stood
@@ -107,8 +106,7 @@ def gradients_completed_late_are_whole_for_whoever_asks(world):
     want = run("cpu")
     with rehearsed():
         got = run("npu")
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        equal(a, b, str(i))
+    equal(got, want)
 
 
 def several_dtypes_in_a_unit(world):
@@ -123,8 +121,7 @@ def several_dtypes_in_a_unit(world):
 
 
 def a_copy_of_a_cell_runs_on_its_own(world):
-    mesh, plain = fsdp(), filled(Net())
-    net = cut_up(filled(Net()), mesh)
+    mesh, net, plain = both()
     same_step(net, plain, mesh)
     twin = copy.deepcopy(net)
     for p, q in zip(twin.get_parameters(), plain.get_parameters(), strict=True):

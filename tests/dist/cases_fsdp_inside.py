@@ -113,7 +113,6 @@ def cells_of_a_larger_unit_run_again(world):
                 checkpoint_wrapper(net.blocks, "every:2")
             for _ in range(2):
                 count = same_step(net, plain, mesh)
-                count.pop(ASKED, None)
                 assert count["reduce_scatter", "backward"] == 1 and sum(count.values()) == (3 if cut is whole else 2), count
             for order in ((1, 1, 0), (2,), ()):
                 plain.order = net.order = order

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, fully_shard, init_device_mesh, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
-from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.cases_fully_shard import ROWS, both, filled, fsdp, loss_of, mine, same_step
 from tests.dist.operands import Built, R
 from tests.dist.support import equal
 from tests.tiers import sampled
@@ -117,8 +117,7 @@ def a_run_whose_result_is_not_used(world):
 
 
 def micro_batches_that_were_broken_off_are_forgotten(world):
-    mesh, plain = fsdp(), filled(Net())
-    net = cut_up(filled(Net()), mesh)
+    mesh, net, plain = both()
     net.set_requires_gradient_sync(False)
     md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))
     net.set_requires_gradient_sync(True)

@@ -12,7 +12,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, SkipDTensorDispatch, comm, distribute_tensor, redistribution_policy, value_and_grad
 from ms_dtensor.errors import ImplicitCommError
 from tests.dist.operands import R, S, data
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, refused_alike, same_on_all_ranks
 
 
 def skip_shows_shards_and_communicates_nothing(world, line):
@@ -52,12 +52,10 @@ def policies_warn_once_per_site_and_refuse_before_moving(world, line):
             x + y
         x + y
     assert len(seen) == 2 and all(w.filename == __file__ for w in seen), [(w.filename, w.lineno) for w in seen]
-    with counted({}), redistribution_policy("explicit"):
-        text = refusal(lambda: x + y, ImplicitCommError)
+    with redistribution_policy("explicit"):
+        assert ".redistribute(placements=" in refused_alike(world, lambda: x + y, ImplicitCommError)
         with redistribution_policy("auto"):
             pass
-    assert ".redistribute(placements=" in text
-    same_on_all_ranks(world, text)
     with redistribution_policy("explicit"):
         equal(x + y.redistribute(placements=[S(0)]), data(1, 8, 4) + data(2, 8, 4))
         with redistribution_policy("auto"):
@@ -86,14 +84,8 @@ def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(worl
         assert len(seen) == 1 and seen[0].filename == __file__, [(str(v.message), v.filename) for v in seen]
         assert any(e.implicit for e in events)
         same_on_all_ranks(world, str(seen[0].message))
-        with counted({}), redistribution_policy("explicit"):
-            try:
-                call()
-            except ImplicitCommError as e:
-                same = str(e)
-            else:
-                raise AssertionError("communicated")
-        same_on_all_ranks(world, same)
+        with redistribution_policy("explicit"):
+            refused_alike(world, call, ImplicitCommError)
 
 
 def implicit_replication_has_one_devices_gradients(world, line):

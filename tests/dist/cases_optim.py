@@ -168,9 +168,8 @@ def seeds_that_differ_are_refused_on_all_ranks(world, grid):
     for draw in (lambda: md.randn((5, 3), grid, [S(0), R]), lambda: mint.nn.functional.dropout(y, 0.5),
                  lambda: md.init.normal_(md.empty((5, 3), device_mesh=grid))):
         ms.set_seed(70 + world.rank)  # what many a script does with NumPy's
-        text = refusal(draw, ConfigError)
+        text = same_on_all_ranks(world, refusal(draw, ConfigError))
         assert "rank 3: seed 73" in text, text
-        same_on_all_ranks(world, text)
     ms.set_seed(70)
     with counted({("all_gather_object", "forward"): 1}):
         for _ in range(3):

@@ -113,15 +113,6 @@ def fused_weights_on_two_axes(world, grid):
     assert net.gate_up_proj.weight.placements == (R, md.FusedShard(0, (12, 12)))
 
 
-def _told_why(fn, kind):
-    """What an error says, and that nobody waits for anybody."""
-    try:
-        fn()
-    except kind as e:
-        return str(e)
-    raise AssertionError("accepted")
-
-
 def errors_of_fused_projections_name_what_is_right(world, line):
     x = data(1, 5, 10)
 
@@ -138,20 +129,19 @@ def errors_of_fused_projections_name_what_is_right(world, line):
     for make in (Unchanged, Splits):
         for where in ({"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)},):
             net = parallelize_module(fill(make()), line, where)
-            told = _told_why(lambda n=net: n(distribute_tensor(x, line)), LayoutError)
+            told = refusal(lambda n=net: n(distribute_tensor(x, line)), LayoutError)
             assert "a tuple of DTensors" in told and "q, k, v = self.qkv(x)" in told, told
             assert "ColwiseParallel(use_local_output=False)" in told, told
     net = parallelize_module(fill(Unchanged()), line, {"qkv_proj": ColwiseParallel()})
-    told = _told_why(lambda: net(x), LayoutError)
+    told = refusal(lambda: net(x), LayoutError)
     assert "use_local_output=False" in told and "FusedColwiseParallel" in told and "-1" not in told, told
 
 
 def ids_that_all_ranks_pass_whole_are_no_pieces(world, line):
     ids = Tensor(np.array([[3, 1, 2, 0]], np.int32))
     cell = parallelize_module(fill(nn.Embedding(8, 6)), line, RowwiseParallel())
-    told = _told_why(lambda: cell(ids), LayoutError)
+    told = same_on_all_ranks(world, refusal(lambda: cell(ids), LayoutError))
     assert "input_layouts=Replicate()" in told, told
-    same_on_all_ranks(world, told)
     table = fill(nn.Embedding(8, 6))
     equal(cell(ids[:, world.rank:world.rank + 1]), table(ids), "pieces")
     equal(parallelize_module(fill(nn.Embedding(8, 6)), line, RowwiseParallel(input_layouts=R))(ids), table(ids), "whole")
@@ -163,27 +153,21 @@ def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world, grid):
     def own():
         return fill(Built(lambda c, x: mint.nn.functional.linear(x, c.up.weight), up=nn.Dense(8, 8)))
     net = parallelize_module(own(), grid["tp"], {"up": ColwiseParallel(use_local_output=False)})
-    told = _told_why(lambda: net(distribute_tensor(x, grid, {"dp": S(0)})), OpRuleError)
+    told = refusal(lambda: net(distribute_tensor(x, grid, {"dp": S(0)})), OpRuleError)
     assert "replicate(net, mesh=mesh['dp'])" in told, told
     equal(md.replicate(net, mesh=grid["dp"])(distribute_tensor(x, grid, {"dp": S(0)})), own()(x))
 
 
 def fused_refusals(world, line):
     cell = fill(GateUp()).gate_up_proj
-    texts = []
     for wrong in (lambda: FusedColwiseParallel((12, 12), units=5), lambda: FusedColwiseParallel(()),
                   lambda: FusedColwiseParallel((12, 11)).apply(cell, line),
                   lambda: FusedColwiseParallel((12, 12), units=6).apply(cell, line),
                   lambda: FusedColwiseParallel((12, 12)).apply(cell, mesh_2d()),
                   lambda: FusedColwiseParallel((12, 12)).apply(nn.ReLU(), line)):
-        with counted({}):
-            texts.append(refusal(wrong, (ConfigError, LayoutError)))
-    same_on_all_ranks(world, "\n".join(texts))
+        refused_alike(world, wrong, (ConfigError, LayoutError))
     FusedColwiseParallel((12, 12)).apply(cell, line)
-    try:
-        FusedColwiseParallel((12, 12)).apply(cell, line)
-    except LayoutError as e:
-        assert "laid out already" in str(e)
+    assert "laid out already" in refusal(lambda: FusedColwiseParallel((12, 12)).apply(cell, line), LayoutError)
 
 
 # -- styles by keyword and on named axes -----------------------------------------------------------------------------------
@@ -305,14 +289,8 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
         plan, text = _told(lambda: md.suggest_plan(model, mesh))
         assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
         assert world.rank or all(f"left whole: {line}" in text for line in whole), text
-    texts = []
     for wrong in (lambda: md.suggest_plan(nn.Dense(4, 4), mesh), lambda: md.suggest_plan(block(), mesh_2d())):
-        try:
-            wrong()
-        except ConfigError as e:
-            texts.append(str(e))
-    assert len(texts) == 2
-    same_on_all_ranks(world, "\n".join(texts))
+        refused_alike(world, wrong, ConfigError)
 
 
 def plans_are_refused_whole_before_anything_is_touched(world, line):
@@ -322,13 +300,10 @@ def plans_are_refused_whole_before_anything_is_touched(world, line):
             super().__init__()
             self.a, self.b, self.act = nn.Dense(4, 4), nn.Dense(4, 4), nn.ReLU()
             self.b.weight = self.a.weight
-    texts = []
     for plan in ({"a": ColwiseParallel(), "c": ColwiseParallel()}, {"a": ColwiseParallel(), "act": ColwiseParallel()},
                  {"a": ColwiseParallel(), "b": RowwiseParallel()}, {"a": ColwiseParallel(), "b": "rows"}):
         net = Tied()
-        with counted({}):
-            texts.append(refusal(lambda: parallelize_module(net, line, plan), (ConfigError, LayoutError)))
+        refused_alike(world, lambda: parallelize_module(net, line, plan), (ConfigError, LayoutError))
         assert not any(isinstance(p, DTensor) for p in net.get_parameters()), plan
         _told(lambda n=net: parallelize_module(n, line, {"[ab]": ColwiseParallel()}))  # still usable
         assert net.a.weight is net.b.weight and net.a.weight.placements == (S(0),)
-    same_on_all_ranks(world, "\n".join(texts))

@@ -39,8 +39,7 @@ def on_both(run, *args, **how):
 
 
 def all_equal(got, want, what: str, rtol: float = RTOL):
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        equal(a, b, f"{what} {i}", rtol)
+    equal(got, want, what, rtol)
 
 
 @case(world_size=(2, 4), timeout=240)

@@ -18,7 +18,7 @@ from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_ten
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
 from tests.dist.operands import Built, R, S, data, mesh_1d, placed
-from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import counted, equal, equal_steps, refusal, refused_alike, same_on_all_ranks, trains_as_one_device
 from tests.tiers import sampled
 
 
@@ -309,8 +309,7 @@ def styles_refuse_what_they_cannot_do(world, grid):
             (ConfigError, lambda: md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
             (ConfigError, lambda: md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
             (LayoutError, lambda: md.loss_parallel(data(1, 2, 3), Tensor([0, 1])))):
-        texts.append(refusal(wrong, error))
-    same_on_all_ranks(world, "\n".join(texts))
+        texts.append(refused_alike(world, wrong, error))
     assert "did you mean 'up'" in texts[0]
 
 
@@ -338,6 +337,5 @@ def styles_take_unlike_plain_shards(world, line):
             net(local)
     odd, other = Tensor(x.asnumpy()[:, :1 + world.rank]), nn.LayerNorm((6,))
     md.SequenceParallel().apply(other, line)
-    text = refusal(lambda: other(odd), LayoutError)
+    text = same_on_all_ranks(world, refusal(lambda: other(odd), LayoutError))
     assert "rank 3 holds [2, 2, 6]" in text, text
-    same_on_all_ranks(world, text)
