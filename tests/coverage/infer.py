@@ -38,6 +38,7 @@ from ms_dtensor.ops.rng import frozen
 from ms_dtensor.ops.rules import RULES, Call, Local, Operand, OpSpec, local_part, result_dtype
 from ms_dtensor.ops.rules.attention import LAYOUTS
 from ms_dtensor.ops.rules.names import PRIMITIVES
+from ms_dtensor.tools import forms
 
 Result = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -226,9 +227,9 @@ def _check_shard(c: Captured, call: Call, spec: OpSpec, case, tensors, gate: Gat
 def calls_of_corpus(families=(), limit: int | None = None) -> dict[str, list[Captured]]:
     """Primitive -> its different calls, `limit` at most, in the public forms of the corpus."""
     found: dict[str, dict] = {}
-    for path in sorted(Path(__file__).parent.glob("forms_*.py")):
+    for path in sorted(Path(forms.__file__).parent.glob("forms_*.py")):
         if not families or path.stem.removeprefix("forms_") in families:
-            for form in importlib.import_module(f"tests.coverage.{path.stem}").FORMS:
+            for form in importlib.import_module(f"{forms.__name__}.{path.stem}").FORMS:
                 for args in form.variants() if form.raises is None else ():
                     with frozen(0):
                         _note(capture(form.fn, *map_leaves(Tensor, args, np.ndarray)), found, limit)

@@ -27,7 +27,7 @@ def main() -> int:
         print(json.dumps(asked(sys.argv[2])))
         return 0
     started, agree, wrong, unasked = time.time(), Counter(), [], {}
-    known = [p.stem.removeprefix("forms_") for p in sorted((ROOT / "tests" / "coverage").glob("forms_*.py"))]
+    known = [p.stem.removeprefix("forms_") for p in sorted((ROOT / "ms_dtensor" / "tools" / "forms").glob("forms_*.py"))]
     with ThreadPoolExecutor(2) as pool:  # a process each, as MindSpore keeps what it compiled
         for answer in pool.map(in_process, sys.argv[1:] or ["the llama", *known]):
             agree.update(answer["agree"])
