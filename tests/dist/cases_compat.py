@@ -156,8 +156,7 @@ def a_distributed_op_builds_its_results_layout(world):
 
 PLAN = ShardingPlan(
     plan={"up": (R, S(1)), "down": ("tp", "None")},
-    input_plan={"input": {"x": (S(0), R)}, "act.input": (S(0), S(1))},
-    output_plan={"output": (S(0), R)})
+    input_plan={"input": {"x": (S(0), R)}, "act.input": (S(0), S(1))}, output_plan={"output": (S(0), R)})
 
 
 def shard_module_equals_one_device(world):

@@ -45,8 +45,7 @@ def a_chain_of_products_keeps_the_summand(world, line):
     assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
     p = DTensor.from_local(x, line, [P])  # every rank's summand is x
     with counted({}):
-        out = mint.matmul(mint.matmul(p, placed(ws[0], line, R)),
-                          placed(ws[1], line, R))
+        out = mint.matmul(mint.matmul(p, placed(ws[0], line, R)), placed(ws[1], line, R))
     assert out.placements == (P,)
     equal(out, 4 * mint.matmul(mint.matmul(x, ws[0]), ws[1]))
     both = DTensor.from_local(x.t(), line, [P])

@@ -172,8 +172,7 @@ def _reduced(mesh, a, b):
 
 
 def _lying(placements_x, placements_w):
-    return (placed(X, mesh_1d(), *placements_x),
-            placed(W, mesh_1d(), *placements_w))
+    return (placed(X, mesh_1d(), *placements_x), placed(W, mesh_1d(), *placements_w))
 
 
 def a_local_product_with_its_own_all_reduce(world):

@@ -63,8 +63,7 @@ def colwise_then_rowwise_is_one_all_reduce(world, line):
                         continue  # plain local tensors do not know uneven widths; refused below
                     x = data(1, 3, 5, 12)
                     count = _compare(lambda h=hidden, k=kind, b=bias: fill(Mlp(k, hidden=h, bias=b)),
-                                     lambda m, p=plan: parallelize_module(m, line, p), x,
-                                     placed(x, line, R))
+                                     lambda m, p=plan: parallelize_module(m, line, p), x, placed(x, line, R))
                     assert count[("all_reduce", "forward")] == 1, (kind, bias, local, hidden, count)
 
 
@@ -81,8 +80,7 @@ def vocabulary_parallel_embedding_masks_and_offsets(world, line):
             equal(other(ids), ops.gather(table, ids, 0))
             continue
         count = _compare(lambda k=kind: make(k), lambda m, s=style: parallelize_module(
-            m, line, {"emb": s(input_layouts=R, use_local_output=False)}), ids,
-            placed(ids, line, R))
+            m, line, {"emb": s(input_layouts=R, use_local_output=False)}), ids, placed(ids, line, R))
         assert count[("all_reduce", "forward")] == (style is RowwiseParallel), count
 
 
@@ -95,8 +93,7 @@ def sequence_parallel_block_and_prepared_inputs(world, line):
             "mlp": md.PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
             "mlp.up": ColwiseParallel(use_local_output=False),
             "mlp.down": RowwiseParallel(output_layouts=S(1), use_local_output=False)}
-    count = _compare(make, lambda m: parallelize_module(m, line, plan), x,
-                     placed(x, line, S(1)))
+    count = _compare(make, lambda m: parallelize_module(m, line, plan), x, placed(x, line, S(1)))
     assert count[("all_gather", "forward")] == 1 and count[("reduce_scatter", "forward")] == 1, count
     assert count[("all_gather", "backward")] == 1 and count[("reduce_scatter", "backward")] == 1, count
 

@@ -150,8 +150,7 @@ def decoder(s):
 
 @row(ATTENTION, "nn.Transformer")
 def transformer(s):
-    net = s.net(seeded(nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True)),
-                encoder_plan("*.layers.*."))
+    net = s.net(seeded(nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True)), encoder_plan("*.layers.*."))
     return differentiated(net, s.data(random(1, 4, 5, 8)), s.data(random(2, 4, 6, 8)))
 
 
