@@ -113,7 +113,7 @@ def several_dtypes_in_a_unit(world):
     def mixed():
         return filled(Built(lambda c, x: c.one(x) * c.scale.astype(ms.float32) + c.shift.astype(ms.float32),
                             one=nn.Dense(5, 6), scale=Parameter(Tensor(np.arange(1, 7) / 4, ms.float64), name="scale"),
-                           shift=Parameter(Tensor(np.arange(6) / 3, ms.float16), name="shift")))
+                            shift=Parameter(Tensor(np.arange(6) / 3, ms.float16), name="shift")))
     mesh, plain, net = fsdp(), mixed(), mixed()
     md.fully_shard(net, mesh=mesh)
     count = same_step(net, plain, mesh, rtol=1e-3)  # float16's rounding of one gradient
