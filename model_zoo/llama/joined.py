@@ -79,14 +79,15 @@ def _replaced(holder: nn.Cell, key: str, cell: Joined):
         if param is not None:
             for part, x in zip(parts.values(), cut(param, list(cell.parts.values()))):
                 part._params[which] = x
-    del holder._cells[key]
-    holder._cells.update(parts)
+    before = dict(holder._cells)  # in the order in which their parameters are listed
+    holder._cells.clear()
+    for name, inside in before.items():
+        holder._cells.update(parts if name == key else {name: inside})
     try:
         yield
     finally:
-        for name in parts:
-            del holder._cells[name]
-        holder._cells[key] = cell
+        holder._cells.clear()
+        holder._cells.update(before)
 
 
 class Apart:

@@ -187,10 +187,10 @@ def published_weights_are_read_and_written_bit_for_bit(world):
         assert one.tensors.keys() == other.tensors.keys()
         for on in (True, False):
             fresh = Llama(cfg, on)
-            parts = parts_of(fresh)
+            parts, order = parts_of(fresh), [p.name for p in fresh.get_parameters()]
             parallelize(fresh, mesh, parallel)
             hf.load(fresh, root / f"{name}{not on}")
-            assert parts_of(fresh) == parts
+            assert parts_of(fresh) == parts and [p.name for p in fresh.get_parameters()] == order
             got, want = (by_part([p.name for p in n.get_parameters()], n.get_parameters(), parts_of(n))
                          for n in (fresh, nets[not on]))
             assert got.keys() == want.keys() and all(got[key].tobytes() == want[key].tobytes() for key in want)
