@@ -37,22 +37,14 @@ import ms_dtensor as md  # noqa: E402
 from ms_dtensor.dispatch import recording  # noqa: E402
 from ms_dtensor.errors import CollectiveMismatch, PeerLost  # noqa: E402
 from ms_dtensor.pipeline import Action, Actions, Overlap, Recv, Send, check  # noqa: E402
-from ms_dtensor.pipeline.schedule import (  # noqa: E402
-    Schedule,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBH1,
-    ScheduleZBVZeroBubble,
-)
+from ms_dtensor.pipeline.schedule import Schedule  # noqa: E402
 from ms_dtensor.pipeline.split import pipeline  # noqa: E402
 from ms_dtensor.pipeline.step import Step  # noqa: E402
 from ms_dtensor.pipeline.transfer import Edge  # noqa: E402
 from tests.long.forked import world  # noqa: E402
+from tests.pipeline import cases_run  # noqa: E402
 
-KINDS = ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleZBH1, 1), (ScheduleZBVZeroBubble, 2),
-         (ScheduleDualPipeV, 2))
+KINDS = tuple(cases_run.KINDS.values())
 MICRO, ROWS, WIDTH = 8, 16, 8
 
 class Boom(Exception):
@@ -72,7 +64,7 @@ def schedule_of(kind: type[Schedule], v: int, size: int, actions: Actions | None
     ms.set_seed(1)
     mesh = md.init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     net = nn.SequentialCell(*(Block() for _ in range(2 * size)))
-    style = "v" if kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV) else "loop"
+    style = "v" if kind in [cases_run.KINDS[name][0] for name in cases_run.VEES] else "loop"
     return kind(pipeline(net, mesh, n_stages=v * size, style=style), MICRO, lambda y, t: ((y - t) ** 2).mean(),
                 actions=actions)
 
