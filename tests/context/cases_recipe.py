@@ -8,16 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from model_zoo.llama.config import (
-    Config,
-    ExpertsConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-    check,
-)
+from model_zoo.llama import config
+from model_zoo.llama.config import Config, ExpertsConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from model_zoo.llama.data import places
 from model_zoo.llama.generate import generate
 from model_zoo.llama.parallelize import make_mesh
@@ -180,7 +172,7 @@ def what_the_recipe_cannot_do_with_it_is_refused(world):
         made = parallel.dp * parallel.cp * parallel.tp * parallel.pp
         ranks, batch = train.pop("world", made), {"batch": 8} | train
         cfg = Config(model=model, parallel=parallel, train=TrainConfig(**batch))
-        text = refusal(lambda c=cfg, n=ranks: check(c, n), ConfigError)
+        text = refusal(lambda c=cfg, n=ranks: config.check(c, n), ConfigError)
         assert said in text and "fix:" in text, text
 
 

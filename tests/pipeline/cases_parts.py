@@ -15,13 +15,13 @@ from ms_dtensor.pipeline import PipelineStage, pipeline
 from tests.cases import case, cases
 from tests.dist.support import each
 from tests.pipeline.cases_run import (
+    IN_PARTS,
     KINDS,
     WAYS,
     Net,
     T,
     X,
     beside_other_axes,
-    frozen_and_unfrozen,
     loss_fn,
     one_device,
     right,
@@ -76,9 +76,6 @@ def parts_beside_an_axis(world):
         assert counted == often, f"{counted - often} more, {often - counted} less"
         for i, (a, b) in enumerate(zip(got, want)):
             assert np.array_equal(a, b), f"{i}: off by {np.abs(a - b).max()} of {np.abs(b).max()}"
-
-
-IN_PARTS = ("zbh1", "zbv", "dualpipev")
 
 
 @cases(2, {"as_many_as_ranks_and_more_of_two": ((2, 5),)})
@@ -146,9 +143,3 @@ def norms(world, kind: str, rows) -> None:
         for cell in net:
             wrap(cell, mesh=mesh["dp"])
         right(KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn), want, "step", whole[1], args=whole[:1])
-
-
-@case(2)
-def frozen_and_unfrozen_between_steps(world):
-    for name in IN_PARTS:
-        frozen_and_unfrozen(world, name)
