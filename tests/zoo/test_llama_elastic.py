@@ -22,6 +22,7 @@ from model_zoo.llama import elastic, launch, meeting
 from model_zoo.llama.meeting import Meeting, Sign
 from ms_dtensor.errors import CommError, ConfigError
 from tests.msrun import PATIENCE
+from tests.zoo.test_llama_launch import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml")]
@@ -83,13 +84,6 @@ def machines(quick, tmp_path):
     yield make
     for one in made:
         one.leave(one)
-
-
-def soon(what, seconds=10.0):
-    until = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
 
 
 def test_all_get_the_same_round_and_the_first_has_the_scheduler(machines):

@@ -151,11 +151,12 @@ def running(pid: int) -> bool:
     return False
 
 
-def soon(what, seconds: float = PATIENCE) -> bool:
+def soon(what, seconds: float = PATIENCE):
+    """What it comes to, waited for."""
     until = time.monotonic() + seconds
-    while not what() and time.monotonic() < until:
+    while not (found := what()) and time.monotonic() < until:
         time.sleep(0.05)
-    return bool(what())
+    return found
 
 
 def as_at_a_terminal(nohup):

@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals import target
 from ms_dtensor.optim import AdamW, adamw, offload
-from tests.zoo.test_optim import arrays
+from tests.zoo.test_optim import arrays, by_kernel
 
 pytestmark = pytest.mark.usefixtures("cpu")
 SHAPES = [(3, 4), (5,), (2, 0), (7, 2), (), (5,)]
@@ -132,11 +132,7 @@ def installed(monkeypatch, device):
         def __call__(self, var, m, v, max_v, grad, step, lr, b1, b2, decay, eps, amsgrad, maximize):
             for x in (m, v):
                 device.touches(x, True)
-            t, g = float(step.asnumpy()[0]) + 1, grad.asnumpy()
-            first, second = b1 * m.asnumpy() + (1 - b1) * g, b2 * v.asnumpy() + (1 - b2) * g * g
-            moved = lr * (first / (1 - b1 ** t)) / (np.sqrt(second / (1 - b2 ** t)) + eps)
-            for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
-                copy(x, Tensor(value.astype(np.float32)))
+            by_kernel(copy, var, m, v, grad, step, lr, b1, b2, decay, eps)
     monkeypatch.setattr(offload, "runtime", Runtime)
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(offload.mint, "empty", made)

@@ -104,6 +104,16 @@ def test_parameters_of_16_bits_move_by_their_float32_masters(branch, name):
     assert master[4] == loaded[4] and np.allclose(np.delete(master, 4), np.delete(want, 4), rtol=1e-6, atol=1e-7)
 
 
+def by_kernel(copy, var, m, v, grad, step, lr, b1, b2, decay, eps) -> float:
+    """What MindSpore's fused AdamW writes; returns the number of the step."""
+    t, g = float(step.asnumpy()[0]) + 1, grad.asnumpy()
+    first, second = b1 * m.asnumpy() + (1 - b1) * g, b2 * v.asnumpy() + (1 - b2) * g * g
+    moved = lr * (first / (1 - b1 ** t)) / (np.sqrt(second / (1 - b2 ** t)) + eps)
+    for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
+        copy(x, Tensor(value.astype(np.float32)))
+    return t
+
+
 def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
     """What `aclnnApplyAdamWV2` is given: float32 everything, steps counted from 0, scalars as numbers."""
     seen, counts = [], []
@@ -112,13 +122,8 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
         def __call__(self, var, m, v, max_v, grad, step, lr, b1, b2, decay, eps, amsgrad, maximize):
             assert {x.dtype for x in (var, m, v, max_v, grad, step)} == {ms.float32} and max_v is v
             assert all(type(x) is float for x in (lr, b1, b2, decay, eps)) and (amsgrad, maximize) == (False, False)
-            t, g = float(step.asnumpy()[0]) + 1, grad.asnumpy()
-            seen.append(t)
+            seen.append(by_kernel(Tensor.copy_, var, m, v, grad, step, lr, b1, b2, decay, eps))
             counts.append(step)
-            first, second = b1 * m.asnumpy() + (1 - b1) * g, b2 * v.asnumpy() + (1 - b2) * g * g
-            moved = lr * (first / (1 - b1 ** t)) / (np.sqrt(second / (1 - b2 ** t)) + eps)
-            for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
-                x.copy_(Tensor(value.astype(np.float32)))
 
     monkeypatch.setattr(adamw, "ascend_kernels", lambda: True)
     monkeypatch.setattr(adamw.gen_ops_prim, "AdamW", Kernel)
