@@ -238,6 +238,38 @@ def copy_between_two_calls_gives_no_other_number(world):
         alike(net, plain, mesh, what="the next step")
 
 
+class Running(nn.Cell):
+    """Running statistics, which are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Dense(4, 4)
+        self.moving_mean = Parameter(Tensor(np.arange(1, 5, dtype=np.float32)), name="moving_mean", requires_grad=False)
+
+    def construct(self, x):
+        return self.d(x) + self.moving_mean
+
+
+@case(2)
+def statistics_written_between_a_forward_and_its_backward(world):
+    """An addition keeps no operand, so one device lets `copy_` write then."""
+    mesh = data_mesh(world)
+
+    def loss(net):
+        def run(x):
+            y = net(x)
+            net.moving_mean.copy_(net.moving_mean * 0.5 + 1)
+            return (y ** 2).mean()
+        return run
+
+    @each(WAYS)
+    def steps(way):
+        plain, net = twins(Running, way, mesh, "d")
+        for step in range(2):
+            alike(net, plain, mesh, loss, what=f"step {step}")
+            equal(net.moving_mean, plain.moving_mean, f"step {step}: what was written")
+
+
 class Assigned(nn.Cell):
     """A trainable leaf that is assigned to in the forward, before it is used and after."""
 

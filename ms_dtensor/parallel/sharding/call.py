@@ -210,9 +210,10 @@ class Call:
         it may be a norm's or a convolution's."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
-        if self.recorded and kept and (self.unit.local if node is None else self.holding is not None):
+        if self.recorded and kept and (self.unit.local or p.ndim < 2 if node is None else self.holding is not None):
             # MindSpore 2.10 keeps an operand that no op has computed, a constant or a norm's gate, and takes it again for
-            # any of the same values: that may not lie in memory that goes. DTensors that are constants: see `op_plan`
+            # any of the same values: that may not lie in memory that goes. DTensors that are larger constants: `op_plan`.
+            # Vectors cost nothing, and what runs with them, as statistics, may be written before the backward
             with no_grad():
                 held = copy(held)
             self.copied.add(key)
