@@ -159,7 +159,7 @@ def what_tensors_methods_refuse(world):
     """And what stays after it: nothing, and a loop that goes on."""
     mesh = data_mesh(world)
     own = Pair(mesh)
-    x = distribute_tensor(Tensor(np.ones((2, 4), np.float32)), mesh, [S(0)])
+    x = distribute_tensor(Tensor(np.random.default_rng(5).normal(size=(2, 4)).astype(np.float32)), mesh, [S(0)])
     ours, theirs = md.optim.SGD([own.w], lr=1.0), mint.optim.SGD([own.w], lr=1.0)
     want = value_and_grad(own, None, [own.w])(x)[1][0]
     x = x * 1  # an input of a gradient stays a leaf
@@ -309,7 +309,7 @@ def what_has_no_backward_is_refused_alike(world):
     net = filled(Net())
     WAYS["fully_shard"](net, mesh, net.blocks)
     own = Pair(mesh)
-    x = distribute_tensor(Tensor(np.ones((2, 4), np.float32)), mesh, [S(0)])
+    x = distribute_tensor(Tensor(np.random.default_rng(5).normal(size=(2, 4)).astype(np.float32)), mesh, [S(0)])
 
     def inside(call, of=own):
         def run():

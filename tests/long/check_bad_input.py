@@ -47,7 +47,7 @@ def call(name: str) -> None:
 
     import ms_dtensor
     mesh = ms_dtensor.init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tp",))
-    CALLS[name][0](ms_dtensor, mindspore, mesh, mindspore.ops.ones((4, 4)))
+    CALLS[name][0](ms_dtensor, mindspore, mesh, mindspore.ops.arange(16).reshape(4, 4).astype(mindspore.float32))
 
 
 def attempt(script: list[str], workers: int) -> tuple[int, float, list[str]]:
