@@ -21,7 +21,9 @@ from contract import ALL, CASES, groups  # noqa: E402
 from ms_dtensor import DeviceMesh, comm  # noqa: E402
 from ms_dtensor.comm.agree import Agreement  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402
+from ms_dtensor.comm.shm.rendezvous import job_name  # noqa: E402
 from ms_dtensor.errors import CollectiveMismatch  # noqa: E402
+from tests.comm.left import files_of  # noqa: E402
 from tests.msrun import report  # noqa: E402
 from tests.rehearsal.emulator import emulated  # noqa: E402
 from tests.rehearsal.kernels import stood_in  # noqa: E402
@@ -219,7 +221,8 @@ def main():
     desync(world.backend)
     recorded()
     named(world)
-    report({"cases": count, "times": times, "shm": sorted(os.listdir("/dev/shm"))})
+    job = job_name(os.environ["MS_SCHED_PORT"])
+    report({"cases": count, "times": times, "job": job, "files": files_of([job])})
     shm.close()
 
 

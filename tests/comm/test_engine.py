@@ -22,6 +22,7 @@ import pytest
 from ms_dtensor.comm.shm import address, arena, rendezvous, segment
 from ms_dtensor.errors import ConfigError, PeerLost
 from ms_dtensor.redistribute.cost import sent_bytes
+from tests.comm.left import left_of
 from tests.msrun import PATIENCE
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
@@ -287,9 +288,11 @@ def test_memory_stays_bounded():
 
 def test_nothing_is_left_behind():
     ranks, _ = run("killed", 3)
-    assert not [name for name in os.listdir("/dev/shm") if "ms_dtensor" in name]
-    with open("/proc/net/unix") as f:
-        assert ranks[0]["name"] not in f.read()  # other jobs may be running
+    job = ranks[0]["name"]
+    assert left_of([job]) == []
+    with address.listening(job, 1, 2), address.listening(f"{job}-other", 0, 2):  # a leftover would be seen, others' are not
+        file, its_socket = left_of([job])
+        assert file == its_socket and address._start_of(job, 1) in file
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

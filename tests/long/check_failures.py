@@ -30,10 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
+from tests.comm.left import left_of  # noqa: E402
 from tests.long.desyncs import KINDS, PAIRS  # noqa: E402
 
 LIMIT = 5.0
 _count = 0
+
+
+def name_of(number: int) -> str:
+    """A job of this process."""
+    return f"ms_dtensor-check-{os.getpid()}-{number}"
 
 
 class Job:
@@ -44,7 +50,7 @@ class Job:
         _count += 1
         self.started_read, started = os.pipe()
         self.pids, self._reports = [], []
-        name = f"ms_dtensor-check-{os.getpid()}-{_count}"
+        name = name_of(_count)
         for rank in range(size):
             read, write = os.pipe()
             pid = os.fork()
@@ -95,13 +101,8 @@ class Job:
 
 
 def left_over() -> list[str]:
-    """Names of shared memory and sockets of this library."""
-    files = [f"/dev/shm/{n}" for n in os.listdir("/dev/shm") if "ms_dtensor" in n]
-    for folder in ("/tmp", os.environ.get("XDG_RUNTIME_DIR", "/tmp")):
-        files += [f"{folder}/{n}" for n in os.listdir(folder) if n.startswith("ms_dtensor") and
-                  Path(folder, n).is_socket()]
-    with open("/proc/net/unix") as f:
-        return files + [line.split()[-1] for line in f if f"ms_dtensor-check-{os.getpid()}" in line]
+    """Files and sockets of the jobs of this process."""
+    return left_of(map(name_of, range(1, _count + 1)))
 
 
 # -- killed --------------------------------------------------------------------------------------------------------------

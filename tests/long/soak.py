@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.shm.arena import KEEP  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from tests.long.check_failures import Job  # noqa: E402
+from tests.long.check_failures import Job, left_over  # noqa: E402
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)
@@ -181,7 +181,7 @@ def run(size: int, seed: int, seconds: float) -> dict:
     errors = [r["error"] for r in out if "error" in r]
     growth = {rank: grown(r, size) for rank, r in enumerate(out) if "error" not in r and grown(r, size)}
     return {"ranks": size, "seed": seed, "errors": errors, "growth": growth, "per_rank": out,
-            "left_over": [n for n in os.listdir("/dev/shm") if "ms_dtensor" in n]}
+            "left_over": left_over()}
 
 
 def main() -> int:
