@@ -182,7 +182,6 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def handed_out(of: list, found: list) -> list:
     """Gradients as the caller gets them: zeros where none has arrived, completed where summands are owed, as DTensors."""
-    grads = [ms.ops.zeros(x._shape, x.dtype) if g is None else g for x, g in zip(of, found, strict=True)]
-    deliver(of, grads)
+    grads = deliver(of, [ms.ops.zeros(x._shape, x.dtype) if g is None else g for x, g in zip(of, found, strict=True)])
     # aliases: an identity gives the cotangent itself
     return [g if at is None else wrap(g, summed_gradient(at)) for g, at in zip(grads, layouts_of(of))]

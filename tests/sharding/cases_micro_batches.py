@@ -2,19 +2,22 @@
 """Micro-batches whose gradients are reduced once a step, whatever the last one runs; the sum is one device's."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
+import ms_dtensor as md
 from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from model_zoo.llama.data import Text
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import MixedPrecisionPolicy, value_and_grad
+from ms_dtensor import MixedPrecisionPolicy, Shard, distribute_tensor, value_and_grad
 from tests.cases import case
-from tests.dist.support import added, counted, crossed, each, equal, equal_each, mean_square
+from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, mean_square
+from tests.rehearsal.session import rehearsed
 from tests.sharding.support import ROWS, SHARDED, WAYS, Net, data_mesh, filled, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
@@ -24,16 +27,17 @@ def summed(net, plain, mesh, losses, what: str = "", roots=None):
     params, theirs = plain.trainable_params(), net.trainable_params()
     counts = []
     for again in range(2):
-        total = wanted = None
+        got = wanted = None
         for i, loss in enumerate(losses):
             rows = ROWS * (1 + 0.5 * i)
             for root in roots or (net,):
                 root.set_requires_gradient_sync(i == len(losses) - 1)
             wanted = added(wanted, ms.value_and_grad(loss(plain), None, params)(Tensor(rows))[1])
             with counted() as count:
-                total = added(total, value_and_grad(loss(net), None, theirs)(rows_of(mesh, rows))[1])
+                got = value_and_grad(loss(net), None, theirs)(rows_of(mesh, rows))[1]
             counts.append(count)
-        equal_each(total, wanted, theirs, f"{what} step {again}")
+            assert i == len(losses) - 1 or not any(array(g).any() for g in got), f"{what}: handed out meanwhile"
+        equal_each(got, wanted, theirs, f"{what} step {again}")
     want = ms.value_and_grad(losses[0](plain), None, params)(Tensor(ROWS))[1]
     equal_each(value_and_grad(losses[0](net), None, theirs)(rows_of(mesh))[1], want, theirs, f"{what} the step after")
     return counts
@@ -147,6 +151,71 @@ def sums_of_parameters_whose_gradient_is_one_tensor(world):
     def steps(way):
         plain, net = twins(Added, ways[way], mesh, "")
         summed(net, plain, mesh, [mean_square] * 4)
+
+
+class Tied(nn.Cell):
+    """The first unit's weight is the last one's, too, past its unit, and in the loss's way by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Dense(4, 4) for _ in range(4))
+        self.c.weight, self.d.weight = self.a.weight, self.b.weight
+
+    def construct(self, x):
+        return self.d(mint.tanh(self.c(mint.tanh(self.b(mint.tanh(self.a(x)))))))
+
+
+def with_sum_of_weights(net):
+    """Of the two that are tied autograd hands out one gradient, the same tensor."""
+    return lambda x: mean_square(net)(x) + ((net.a.weight + net.b.weight) ** 2).mean()
+
+
+def sum_of_weights(net):
+    return lambda x: ((net.a.weight + net.b.weight) ** 3).mean() + (x ** 2).mean()
+
+
+@case(2)
+def a_weight_that_several_units_have(world):
+    """What it is given past its unit is there with the last one, as the unit's own: nobody has to add up by hand."""
+    line, grid = data_mesh(world), md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "cut"))
+    with rehearsed(clock=False):
+        npu = data_mesh(world, "npu")
+
+    @each(sampled(itertools.product((*SHARDED, "hybrid", "device"), ("used", "unused in the last", "alone")), 2))
+    def steps(way, last):
+        mesh = {"hybrid": grid, "device": npu}.get(way, line)
+        losses = {"used": [with_sum_of_weights] * 3, "unused in the last": [with_sum_of_weights, mean_square],
+                  "alone": [mean_square, sum_of_weights]}[last]
+        with rehearsed(clock=False) if way == "device" else contextlib.nullcontext():
+            plain, net = twins(Tied, way if way in SHARDED else "fully_shard", mesh, "a b c d")
+            summed(net, plain, mesh, losses, f"{way}, {last}")
+
+
+@case(2)
+def a_weight_that_several_units_have_waits_for_the_copies(world):
+    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "cut"))
+    plain, net = twins(Tied, "fully_shard", mesh, "a b c d")
+    params, theirs = plain.trainable_params(), net.trainable_params()
+    x = distribute_tensor(Tensor(ROWS), mesh, [Shard(0)] * 2, src_data_rank=None)
+    for last in (False, True):
+        net.set_requires_all_reduce(last)
+        got = value_and_grad(mean_square(net), None, theirs)(x)[1]
+    want = ms.value_and_grad(lambda x: 2 * mean_square(plain)(x), None, params)(Tensor(ROWS))[1]
+    equal_each(got, want, theirs)
+
+
+@case(2)
+def a_weight_that_several_units_have_in_main_grad(world):
+    mesh = data_mesh(world)
+    policy = MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
+    plain, net = twins(Tied, sharded(mp_policy=policy), mesh, "a b c d")
+    theirs = net.trainable_params()
+    for sync in (True, False, True):
+        net.set_requires_gradient_sync(sync)
+        got = value_and_grad(mean_square(net), None, theirs)(rows_of(mesh))[1]
+        assert not any(array(g).any() for g in got)
+    want = ms.value_and_grad(lambda x: 3 * mean_square(plain)(x), None, plain.trainable_params())(Tensor(ROWS))[1]
+    equal_each([p.main_grad for p in theirs], want, theirs)
 
 
 @case(2)

@@ -77,7 +77,7 @@ WAYS: dict[str, Callable] = {**SHARDED, "zero1": replicated(zero1=True), "replic
 
 def rows_of(mesh, rows=ROWS):
     """The batch as a DTensor, so that its gradient is one too."""
-    return distribute_tensor(Tensor(rows), mesh, [Shard(0)], src_data_rank=None)
+    return distribute_tensor(Tensor(rows), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
 
 
 def own_rows(mesh, rows=ROWS) -> Tensor:

@@ -76,7 +76,9 @@ def _grad(original):
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
         assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
         if outermost:
-            deliver(of, gradients)
+            completed = iter(deliver(of, gradients))
+            out = map_leaves(lambda g: next(completed), out, Tensor)
+            gradients = leaves((out,), Tensor)
         if not outermost:  # it may be differentiated again
             recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
             out = map_leaves(lambda g: next(recorded), out, Tensor)
@@ -88,11 +90,13 @@ def _grad(original):
     return grad
 
 
-def deliver(of: list, gradients: list) -> None:
-    """Whoever owes summands of earlier backwards to parameters that this one has not reached adds them now."""
+def deliver(of: list, gradients: list) -> list:
+    """The gradients with what is owed of earlier backwards to parameters that this one has not reached."""
     owners = {owner: None for x in of if (owner := x.__dict__.get(REDUCED_BY)) is not None}
+    given = {id(x): g for x, g in zip(of, gradients)}
     for owner in owners:
-        owner.deliver({id(x): g for x, g in zip(of, gradients)})
+        owner.deliver(given)
+    return [given[id(x)] for x in of]
 
 
 def kept_apart(param) -> bool:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 
 from ... import comm
@@ -134,6 +135,8 @@ class Reduction:
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self.owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
+        self.past: dict[int, Tensor] = {}  # of cut parameters, sums over all ranks, of ops past the unit: a tied weight's
+        self._past_here = set[int]()  # on a device, ids of those to which such ops have given in this backward
         copying = unit.axes.copying
         self._copied = bool(copying) and unit.mesh[copying].size() > 1  # whether several ranks hold the same shard
         self.copies = unit.mesh.get_group(copying) if self._copied and unit.blocks else None
@@ -156,7 +159,7 @@ class Reduction:
 
     @property
     def _keeps(self) -> bool:
-        """Whether gradients of kept parameters are owed; one sum of theirs goes over all ranks, copies or not."""
+        """Whether gradients are owed; of kept parameters one sum goes over all ranks, copies or not."""
         return not self.sync or self._copied and not self.sync_copies
 
     def regroup(self) -> None:
@@ -281,6 +284,8 @@ class Reduction:
         with NoFallbackGuard():
             self._opened()
             sums = [each for each in self._due if key in each.numbers]
+            if not is_blank(grad):
+                self._past_here.add(key)
             place = sums[0].place(key) if len(sums) == 1 and is_blank(grad) else None
             self._handed[key] = gradient(copy(grad)) if place is None else place
             return self._handed[key]
@@ -313,8 +318,10 @@ class Reduction:
             run_hooks(param, grad)
 
     def deliver(self, gradients: dict[int, Tensor]) -> None:
-        """Into gradients that this backward has not reached goes what is owed of them, where this one synchronises."""
-        if not self.sync or not (self._owed or self.owed_shards):
+        """In gradients that this backward has not reached stands what is owed of them, where this one synchronises."""
+        with NoFallbackGuard():
+            self._keep_past(gradients)
+        if not self.sync or not (self._owed or self.owed_shards or self.past):
             return
         sums: dict[int, Tensor] = {}
         for block in self.unit.blocks:
@@ -327,10 +334,27 @@ class Reduction:
         with NoFallbackGuard():
             if not self._keeps:
                 self._deliver_kept(gradients, sums)
-            for key, total in sums.items():
-                write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
+                for key in [key for key in self.past if key in gradients]:
+                    total = self.past.pop(key)
+                    if self.main:
+                        add_main(self.params[key], total)
+                    else:
+                        sums[key] = total
+            for key, total in sums.items():  # not written: two may have been given one tensor
+                gradients[key] = total.astype(gradients[key].dtype) + gradients[key]
         for key in sums:
             run_hooks(self.params[key], gradients[key])
+
+    def _keep_past(self, gradients: dict[int, Tensor]) -> None:
+        """What ops past the unit have given to cut parameters is owed where the unit hands out zeros."""
+        here, self._past_here = self._past_here, set()
+        if not (self._keeps or self.main):
+            return
+        for key in [key for key in gradients if key in self.unit.place]:
+            grad = gradients[key]
+            if key in here if not on_cpu() else executing() is None and grad.asnumpy().view(np.uint8).any():
+                self.past[key] = gradient(added(grad, self.past[key]) if key in self.past else copy(grad))
+                gradients[key] = fresh(grad._shape, grad.dtype)
 
     def _deliver_kept(self, gradients: dict[int, Tensor], sums: dict[int, Tensor]) -> None:
         """What is owed of kept parameters, added up over the ranks, goes into `sums`."""
@@ -361,7 +385,7 @@ class Reduction:
 
     def forget(self) -> None:
         """Drops what is owed."""
-        self._owed, self.owed_shards = {}, {}
+        self._owed, self.owed_shards, self.past = {}, {}, {}
 
     def abandon(self) -> None:
         """The backward has raised."""
@@ -372,7 +396,7 @@ class Reduction:
         self.read.clear()
         for bucket in self.buckets:
             bucket.forget()
-        self._due, self._handed, self.taken = [], {}, {}
+        self._due, self._handed, self.taken, self._past_here = [], {}, {}, set()
         held = _open.get()
         if held is not None:
             held[0].pop(self, None)

@@ -101,6 +101,9 @@ class Sums:
                     shards = block.shards(self._widths, flat)
                 else:
                     of.copies.all_reduce_(flat, "sum").wait()
+            for key, i in self.numbers.items():
+                if key in of.past:
+                    write(shards[i], of.past.pop(key) + shards[i])
             for axes, beside in of.beside(block, shards).items():
                 group = block.params[beside[0]].device_mesh.get_group(axes)
                 total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
