@@ -16,6 +16,7 @@ PARAMETER: type = Tensor
 ASYNC: type = Tensor  # of results whose data are under way
 GATED: type = Tensor  # of what stands for a parameter (`held.py`)
 UNSHARDED: Any = None  # in memory that goes (`parallel/sharding/stand_in.py`)
+constant: Any = None  # makes a local tensor in such memory one that ops copy where MindSpore keeps it (`constants.py`)
 
 
 def bind(dtensor: type, parameter: type, async_dtensor: type, gated: type) -> None:

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
 
-from ..comm.packing import copy
 from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
-from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled, no_grad, set_requires_grad
+from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled
 from ..ops import rng
 from ..ops.local import run_local
 from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
+from .constants import SUMS, copied, keeps
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
 from .held import PRODUCTS, holding
 from .memo import memo_of
@@ -33,7 +33,6 @@ from .operands import (
     as_local,
     as_replicated,
     dtype_name,
-    local_alias,
     recording,
     redistribute_operand,
     reduce_nonlinear,
@@ -42,9 +41,6 @@ from .operands import (
 )
 from .replicas import compare_constant
 from .views import is_view, link
-
-# Operations of which MindSpore keeps an operand as the tensor that it is: those where a copy of a frozen weight would cost.
-_LETS_GO = PRODUCTS | {"grouped_matmul", "add", "sub", "mul", "bias_add", "rms_norm", "group_norm"}
 
 
 class Step(NamedTuple):
@@ -208,16 +204,11 @@ class OpPlan:
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
         operands, parameter, lent = [], False, None
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
-            memo = getattr(x, "_memo", None)
+            memo, own = getattr(x, "_memo", None), False
             if memo is not None:
                 if x.__class__ is classes.UNSHARDED and target is None:
-                    lent = memo.lent
-                    if grad and not x._requires_grad and self.op not in _LETS_GO and _trained_beside(x, tensors):
-                        # MindSpore 2.10 keeps the constants of most operations, and takes one again for any of the same
-                        # values: that may not lie in memory that goes
-                        with no_grad(), NoFallbackGuard():
-                            x = wrap(copy(local_alias(x)), x._layout)
-                            set_requires_grad(x, False)
+                    own = grad and keeps(self.op, x, tensors)
+                    lent = lent if own else memo.lent
                 elif grad and memo.reads is not None:
                     memo.reads[0].append(memo.reads[1])
             if promoted is not None:
@@ -233,16 +224,16 @@ class OpPlan:
                 elif x.__class__ is not classes.DTENSOR and partial_grad_axes(x):
                     x = with_cotangent(x, x._layout.gradient())
                 parameter = parameter or (x.__class__ is not classes.DTENSOR and _is_parameter(x))
-            operands.append(x)
+            operands.append(copied(x) if own else x)
         # a cast to its own dtype: one device hands a tensor back, but copies a view
-        copied = self.view is not None and self.op == "cast" and is_view(first)
+        cloned = self.view is not None and self.op == "cast" and is_view(first)
         with NoFallbackGuard():
             store = holding.get() if grad else None
             if store is not None and self.op in PRODUCTS:
                 result = store.product(lambda *xs: self.local.run(call, list(xs)), operands, tensors)
             else:
                 result = self.local.run(call, operands)
-            if copied and self.local.abstract is None:  # a dry run's is one already
+            if cloned and self.local.abstract is None:  # a dry run's is one already
                 result = clone(result)
             if (parameter or (grad and self.uneven)) and (
                     result.__class__ is not Tensor or (result._is_leaf and result._requires_grad)):
@@ -252,25 +243,21 @@ class OpPlan:
         if self.writes:
             inplace.store(first, out, grad, versioned)
             return first
-        if self.view is not None and not copied:
+        if self.view is not None and not cloned:
             link(first, out, self.view)
         if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         if lent is not None and grad:
-            read_of_lent(lent, out, self.view is not None and not copied)
+            read_of_lent(lent, out, self.view is not None and not cloned, self.op in SUMS)
         if store is not None:
             store.computed(tensors, out)
         return out
 
 
-def _trained_beside(x, tensors) -> bool:
-    """Whether a gradient of another operand is recorded, and so `x` kept."""
-    return any(other is not x and other._requires_grad and other.is_floating_point() for other in tensors)
-
-
-def read_of_lent(lent, out, view: bool) -> None:
-    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too."""
+def read_of_lent(lent, out, view: bool, unread: bool = False) -> None:
+    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too.
+    `unread`: the backward does not read what lies there, so that may have been written."""
     call, param = lent
     call.read.append(param.name)
     for x in out if out.__class__ in (tuple, list) else (out,):
@@ -278,7 +265,7 @@ def read_of_lent(lent, out, view: bool) -> None:
             memo_of(x).lent = lent
             x.__class__ = classes.UNSHARDED
         elif x._requires_grad and not x._is_leaf:
-            Tensor.register_hook(x, partial(call.enter, param, memo_of(param).versioned))
+            Tensor.register_hook(x, partial(call.enter, None if unread else param, memo_of(param).versioned))
 
 
 def _references(held) -> int:

@@ -162,8 +162,10 @@ def redistribute_operand(x, target: Layout, grad, who: str):
 
 def as_local(x, cotangent: Layout | None = None):
     """A DTensor as a plain local tensor, still connected; its cotangent arrives in `cotangent` (default: as `x` lies)."""
-    if not recording() or not x._requires_grad:
+    if not recording():
         return local_alias(x)
+    if not x._requires_grad:
+        return local_alias(x) if x._memo is None or x._memo.lent is None else classes.constant(x)
     layout = x._layout
     cotangent = cotangent or layout.gradient()
     out = with_cotangent(x, cotangent)

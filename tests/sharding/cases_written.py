@@ -341,37 +341,48 @@ class Frozen(nn.Cell):
         self.op, self.count = op, len(weights)
         for i, w in enumerate(weights):
             setattr(self, f"w{i}", Parameter(Tensor(w.astype(np.float32)), requires_grad=False))
-        self.d = nn.Dense(4, 4)
+        self.d = nn.Dense(64, 64)  # of pages of memory, which go with the unit's
 
     def construct(self, x):
         return self.d(self.op(x, *(getattr(self, f"w{i}") for i in range(self.count))))
 
 
+def normed(x, g, b):
+    return ops.LayerNorm(1, 1)(x, g, b)[0]
+
+
 KEEPING: dict[str, tuple] = {
-    "norm": (lambda x, g, b: ops.LayerNorm(1, 1)(x, g, b)[0], np.full((2, 4), 1.25), np.full((2, 4), 0.5)),
-    "convolution": (lambda x, w: ops.conv2d(x.reshape(-1, 4, 1, 1), w).reshape(-1, 2, 4),
-                    np.linspace(-1, 1, 16).reshape(4, 4, 1, 1)),
-    "power": (lambda x, e: ops.pow(ops.abs(x) + 0.5, e), np.linspace(0.5, 1.5, 4))}
+    "norm": (normed, np.full((2, 64), 1.25), np.full((2, 64), 0.5)),
+    "norm of local tensors": (md.local_map(normed, [md.Shard(0)], in_placements=([md.Shard(0)], *[[md.Replicate()]] * 2)),
+                              np.full((2, 64), 0.75), np.full((2, 64), 0.5)),
+    "norm of views": (lambda x, g, b: normed(x, g.reshape(2, 64), b.T), np.full(128, 1.25), np.full((64, 2), 0.5)),
+    "convolution": (lambda x, w: ops.conv2d(x.reshape(-1, 64, 1, 1), w).reshape(-1, 2, 64),
+                    np.random.default_rng(1).normal(0, 0.2, size=(64, 64, 1, 1))),
+    "power": (lambda x, e: ops.pow(ops.abs(x) + 0.5, e), np.linspace(0.5, 1.5, 128).reshape(2, 64))}
 
 
 @case(2)
 def frozen_weights_of_what_keeps_them(world):
     """MindSpore takes a constant again for one of the same values, of a unit whose memory has gone: of blocks alike."""
     mesh = data_mesh(world)
-    rows = np.stack([ROWS, ROWS[::-1] * 0.5], 1)
+    rows = np.random.default_rng(0).normal(size=(8, 2, 64)).astype(np.float32)
 
-    @each((name, way) for name in KEEPING for way in (*WAYS, "local") if (name, way) != ("norm", "local"))
-    def step(name, way):  # of two dims are products' weights, too: a local cell's are not copied
-        plain, net = (nn.SequentialCell(*[Frozen(*KEEPING[name]) for _ in range(3)]) for _ in range(2))
+    @each((name, *way) for name in KEEPING for way in enumerate((*WAYS, "local", "local, the root, too")))
+    def step(name, number, way):
+        op, *weights = KEEPING[name]
+        weights = [w * (1 + number / 16) for w in weights]  # of no other way
+        plain, net = (nn.SequentialCell(*[Frozen(op, *weights) for _ in range(3)]) for _ in range(2))
         for cell in (*plain, *net):
             filled(cell.d)
-        if way != "local":
+        if way in WAYS:
             WAYS[way](net, mesh, list(net))
             alike(net, plain, mesh, lambda n: lambda x: (n(x) ** 2).mean(), rows=rows)
             return
-        for cell in net:
+        for cell in (*net, net) if "root" in way else net:
             fully_shard(cell, mesh=mesh, local_inputs=True)
-        grads = md.value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(own_rows(mesh, rows))[1]
-        want = ms.grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(rows))
-        for g, w, p in zip(grads, want, plain.trainable_params(), strict=True):
-            equal(g, w, p.name)
+        mine = own_rows(mesh, rows)
+        for _ in range(2):
+            dx, grads = md.value_and_grad(lambda x: (net(x) ** 2).mean(), 0, net.trainable_params())(mine)[1]
+            wanted, want = ms.grad(lambda x: (plain(x) ** 2).mean(), 0, plain.trainable_params())(Tensor(rows))
+            equal(dx / 2, own_rows(mesh, wanted.asnumpy()), "the input")  # of the mean of half as many rows
+            equal_each(grads, want, plain.trainable_params())

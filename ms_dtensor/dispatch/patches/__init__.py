@@ -12,8 +12,9 @@ from __future__ import annotations
 from mindspore import Tensor
 
 from ...core.tree import first_dtensor
-from ...internals.names import NoFallbackGuard
+from ...internals.names import NoFallbackGuard, recording
 from ...internals.probes import check_internals
+from ..constants import Constant, plain_call
 from ..held import holding, plain_product
 from . import checkpoints, functions, gradients, hooks, jit, keywords, training
 
@@ -29,6 +30,8 @@ def _plain_fallback(self, func, args=(), kwargs=None):
     with NoFallbackGuard():
         if store is not None:
             return plain_product(store, func, args, kwargs)
+        if Constant.met and recording():
+            return plain_call(func, args, kwargs)
         return func(*args) if not kwargs else func(*args, **kwargs)
 
 

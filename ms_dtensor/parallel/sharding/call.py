@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 
-from ...comm.packing import added, copy, write
+from ...comm.packing import added, write
 from ...core.tree import map_leaves
 from ...dispatch.cotangent import as_copy
 from ...dispatch.held import holding
@@ -25,7 +25,7 @@ from ...dispatch.operands import LAID_OUT, local_alias, wrap
 from ...dispatch.patches.gradients import in_this_gradient
 from ...dispatch.patches.recomputed import recomputing, sought, standing_in
 from ...errors import LayoutError, OpRuleError
-from ...internals.names import Function, NoFallbackGuard, executor, no_grad, recording, set_requires_grad
+from ...internals.names import Function, NoFallbackGuard, executor, recording, set_requires_grad
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
@@ -91,7 +91,6 @@ class Call:
         self.stands = bool(unit.standing)  # whether other tensors stand in the place of parameters
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
-        self.copied = set[int]()  # ids of frozen parameters for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
         self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
@@ -179,7 +178,6 @@ class Call:
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
         unit, params = self.unit, {id(p): p for _, _, p in slots}
-        norms = {id(p) for cell, _, p in slots if isinstance(cell, nn.LayerNorm | mint.nn.LayerNorm)}
         trained = {k: p for k, p in params.items() if k in unit.place and self.trains(p)}
         out: dict[int, Tensor] = {}
         self.awaited += bool(trained) and self.holding is None
@@ -188,7 +186,7 @@ class Call:
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
         for k, p in params.items():
             if k in unit.place:
-                out[k] = self._whole(k, p, of.get(k), p.ndim not in (2, 3) or k in norms)
+                out[k] = self._whole(k, p, of.get(k))
             elif unit.local:
                 out[k] = local.kept(self, p)
             else:
@@ -205,18 +203,10 @@ class Call:
                 self.holding.weight(out[k])
         return out
 
-    def _whole(self, key: int, p, node: Tensor | None, kept: bool) -> Tensor:
-        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for. `kept`:
-        it may be a norm's or a convolution's."""
+    def _whole(self, key: int, p, node: Tensor | None) -> Tensor:
+        """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
-        if self.recorded and kept and (self.unit.local or p.ndim < 2 if node is None else self.holding is not None):
-            # MindSpore 2.10 keeps an operand that no op has computed, a constant or a norm's gate, and takes it again for
-            # any of the same values: that may not lie in memory that goes. DTensors that are larger constants: `op_plan`.
-            # Vectors cost nothing, and what runs with them, as statistics, may be written before the backward
-            with no_grad():
-                held = copy(held)
-            self.copied.add(key)
         if node is None:
             set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
         elif self.holding is not None:
@@ -256,8 +246,6 @@ class Call:
         """What stood for a parameter was written."""
         key = id(x.inited_param)
         if key in self.unit.place:
-            if key in self.copied:
-                self.overwrite(x.inited_param, local_alias(x))
             block, i = self.unit.place[key]
             block.write_own(i)
         else:
@@ -273,9 +261,6 @@ class Call:
         key = id(x.inited_param)
         if key in self.unit.place:
             self.unit.unshard("forward", rooms=self.rooms)
-            if key in self.copied:
-                block, i = self.unit.place[key]
-                write(local_alias(x), block.memory.tensor(i))
         else:
             write(local_alias(x), local_alias(x.inited_param))
 

@@ -19,6 +19,7 @@ from mindspore import Tensor, nn, ops
 from ...core.layout import Layout
 from ...core.tree import leaves
 from ...dispatch import classes, modes
+from ...dispatch.constants import constant
 from ...dispatch.cotangent import as_copy
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import as_local, dtype_name, local_alias, wrap
@@ -93,11 +94,12 @@ def _seen_as(layout: Layout, data: tuple[str, ...]) -> Layout | None:
 def stands_for(call: Call, p: Any, x: Tensor, layout: Layout) -> Tensor:
     """The local tensor `x`, connected or not, as cells see the parameter `p`; `layout`: how it lies on all axes."""
     seen = _seen_as(layout, call.unit.mesh.mesh_dim_names)
+    goes = id(p) in call.unit.place
     if seen is None:
-        return x
+        return constant(x) if goes and call.recorded and not x._requires_grad else x
     out = wrap(x, seen)
     memo_of(out).partial_grad_axes = summed_axes(seen)
-    if id(p) in call.unit.place and id(p) not in call.copied:
+    if goes:
         memo_of(out).lent = call, p
     out.__class__ = LocalWeight
     return out
