@@ -3,7 +3,8 @@
 
 A model's `construct` runs on every stage, also what it does beside its cells. Between two cells of one stage that is the
 model's business. Beside a missing cell it would be done once more, on each stage, and the numbers would be others: so there
-the tensor has to be handed on as it is. On host its place in memory tells; on devices that would wait: nothing is checked.
+the tensor has to be handed on as it is. On host its place in memory tells; on devices that would wait: only the order of the
+cells is checked there.
 """
 from __future__ import annotations
 
@@ -60,11 +61,12 @@ class Chain:
     Args:
         module: the stage's.
         cells: by path, its own and those that stand for missing ones.
+        stages: by path, which stage has it.
         first: whether it is the first stage.
     """
 
-    def __init__(self, module: nn.Cell, cells: Iterable[tuple[str, nn.Cell]], first: bool):
-        self.first, self.last, self.absent, self.at = first, None, False, ""
+    def __init__(self, module: nn.Cell, cells: Iterable[tuple[str, nn.Cell]], stages: dict[str, int], first: bool):
+        self.stages, self.first, self.last, self.absent, self.at = stages, first, None, False, ""
         self.behind: list[tuple[str, nn.Cell]] = []  # that have no hook yet on what they return
         for path, cell in cells:
             if isinstance(cell, Absent):
@@ -98,7 +100,16 @@ class Chain:
         return construct
 
     def come(self, path: str, x: Any, absent: bool) -> None:
-        """A cell is called."""
+        """A cell is called.
+
+        Raises:
+            LayoutError: behind one of a later stage, or with what the cell before has not handed on.
+        """
+        if self.at and self.stages[path] < self.stages[self.at] and not recomputing.get():
+            raise LayoutError(f"For a pipeline, '{path}' is called behind '{self.at}', which is of a later stage.",
+                              f"stages {self.stages[path]} and {self.stages[self.at]}",
+                              "Cells run in the order in which the model has them, and each stage runs once.",
+                              ("make cells in the order of their calls, one for each call", "cut elsewhere: split=[...]"))
         if (absent or self.absent) and not recomputing.get():
             self._same(path, x)
 

@@ -73,9 +73,10 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
         raise ConfigError(f"For 'pipeline', {count} stages do not fit.", f"mesh({mesh.describe()}), style={style!r}",
                           "Each rank has as many stages; two with style 'v'.", f"n_stages={size * (1 + (style == 'v'))}")
     owner = tuple(min(s, 2 * size - 1 - s) if style == "v" else s % size for s in range(count))
+    _part(module, chain, parts)
     ties = _ties(chain, parts, owner)
     here = mesh.get_group().rank_index
-    return [PipelineStage(_only(module, chain, parts[s], s == 0), s, count, mesh, ties=[t for t in ties if s in t.stages])
+    return [PipelineStage(_only(module, chain, parts, s), s, count, mesh, ties=[t for t in ties if s in t.stages])
             for s in range(count) if owner[s] == here]
 
 
@@ -198,12 +199,30 @@ def balanced(cells: list[tuple[str, float, float]], count: int) -> list[list[str
 # -- the stages ----------------------------------------------------------------------------------------------------------
 
 
-def _only(module: nn.Cell, chain: dict[str, nn.Cell], paths: list[str], first: bool) -> nn.Cell:
-    """The model around the cells of these paths, which it shares; a copy that finds the others gone."""
-    kept = set(paths)
-    cells = {path: cell if path in kept else Absent(path) for path, cell in chain.items()}
+def _part(module: nn.Cell, chain: dict[str, nn.Cell], parts: list[list[str]]) -> None:
+    """A cell at several paths, an activation say, of which other stages have some: each has one of its own, with the same
+    parameters, which are tied then."""
+    first: dict[int, int] = {}  # by id of the cell, the stage that keeps it
+    for stage, paths in enumerate(parts):
+        own: dict[int, nn.Cell] = {}
+        for path in paths:
+            cell = chain[path]
+            if first.setdefault(id(cell), stage) == stage:
+                continue
+            if id(cell) not in own:
+                own[id(cell)] = copy.deepcopy(cell, {id(p): p for p in cell.get_parameters()})
+            above, _, key = path.rpartition(".")
+            around = dict(module.cells_and_names())[above]
+            chain[path] = around._cells[key] = own[id(cell)]
+            if isinstance(around, nn.SequentialCell):
+                around.cell_list = list(around._cells.values())
+
+
+def _only(module: nn.Cell, chain: dict[str, nn.Cell], parts: list[list[str]], stage: int) -> nn.Cell:
+    """The model around the cells of a stage, which it shares; a copy that finds the others gone."""
+    cells = {path: cell if path in parts[stage] else Absent(path) for path, cell in chain.items()}
     out = copy.deepcopy(module, {id(chain[path]): cell for path, cell in cells.items()})
-    Chain(out, cells.items(), first)
+    Chain(out, cells.items(), {path: s for s, paths in enumerate(parts) for path in paths}, stage == 0)
     return out
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines with what is less usual: hyper_parallel's names; several tensors over borders, and empty ones, in all orders."""
+"""Pipelines with what is less usual: hyper_parallel's names; several tensors over borders, and empty ones, in all orders;
+cells at several places."""
 from __future__ import annotations
 
 import mindspore as ms
@@ -10,11 +11,11 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.compat import hyper_parallel as hyper
 from ms_dtensor.compat.backward import enable_mindspore_backward_compat
-from ms_dtensor.errors import ConfigError
-from ms_dtensor.pipeline import PipelineStage
+from ms_dtensor.errors import ConfigError, LayoutError, PeerLost
+from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, pipeline
 from tests.cases import case
 from tests.dist.support import each, refusal
-from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn
+from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn, style_of
 from tests.sharding.support import filled
 from tests.tiers import sampled
 
@@ -89,6 +90,52 @@ class Chunk(nn.Cell):
 class Halved(hyper.PipelineStage):
     def get_last_stage_sens(self, last_stage_outputs):
         return 0.5
+
+
+@case(2)
+def a_cell_at_several_places_is_one_of_each_stage(world):
+    """An activation, and a norm, whose gradient is that of all places."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    @each(sampled(KINDS, 2))
+    def steps(name):
+        kind, v = KINDS[name]
+        act, norm = nn.Tanh(), nn.LayerNorm((4,))
+        first, second, third, last = (nn.Dense(4, 4) for _ in range(4))
+        net = filled(nn.SequentialCell(first, act, norm, second, act, norm, third, act, last))
+        params = net.trainable_params()
+        loss, grads = ms.value_and_grad(lambda x: loss_fn(net(x), Tensor(T)), None, params)(Tensor(X))
+        want = {id(p): g.asnumpy() for p, g in zip(params, grads)}
+        schedule = kind(pipeline(net, mesh, n_stages=2 * v, style=style_of(name)), 2, loss_fn)
+        for _ in range(2):
+            got, grads = schedule.step(Tensor(X), target=Tensor(T))
+            close(got, loss.asnumpy(), "loss")
+            for p, g in zip(schedule.params, grads, strict=True):
+                close(g, want[id(p)], p.name)
+
+
+class Twice(nn.Cell):
+    """Calls a cell once more, behind one that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Dense(4, 4), nn.Tanh(), nn.Dense(4, 4)
+
+    def construct(self, x):
+        return self.act(self.second(self.act(self.first(x))))
+
+
+@case(2)
+def cells_that_run_in_another_order_than_stages_are_refused(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = Schedule1F1B(pipeline(filled(Twice()), mesh, split=["second"]), 2, loss_fn)
+    text = refusal(lambda: schedule.step(Tensor(X), target=Tensor(T)), (LayoutError, PeerLost))
+    assert "'act' is called behind 'second'" in text, text
+    net = filled(Twice())
+    loss = loss_fn(net(Tensor(X)), Tensor(T))
+    for split in (["act"], ["first"]):
+        schedule = Schedule1F1B(pipeline(net, mesh, split=split), 2, loss_fn)
+        close(schedule.step(Tensor(X), target=Tensor(T))[0], loss.asnumpy(), f"{split}")
 
 
 @case(2)
