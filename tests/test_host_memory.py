@@ -35,6 +35,8 @@ def test_it_is_the_memory_itself():
     x = mint.add(Tensor(TABLE.astype(np.float32)), 1)
     host_array(x)[2, 3] = 7
     assert x[2, 3] == 7
+    host_array(x[::2, 1:].T, gaps=True)[4, 2] = 9  # its element is x[2 * 2, 1 + 4]
+    assert x[4, 5] == 9
 
 
 def test_it_outlives_the_tensor():

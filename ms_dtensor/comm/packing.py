@@ -9,7 +9,6 @@ together.
 """
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
+from ..internals.host import host_array, numpy_dtype
 from ..internals.target import on_cpu
 from .pretended import executing
 from .protocol import cut
@@ -114,16 +114,6 @@ class TensorOps:
         return mint.div(acc, len(parts)) if op == "avg" else acc
 
 
-def _array(out: Tensor) -> np.ndarray:
-    """The memory of a tensor, of which `asnumpy` gives a copy where it is a view."""
-    array, start = out.asnumpy(), Tensor.data_ptr(out)
-    if array.__array_interface__["data"][0] == start:
-        return array
-    strides = [n * array.itemsize for n in Tensor.stride(out)]
-    size = sum((n - 1) * s for n, s in zip(array.shape, strides)) + array.itemsize
-    return np.ndarray(array.shape, array.dtype, (ctypes.c_char * size).from_address(start), strides=strides)
-
-
 class HostOps(TensorOps):
     """The same through NumPy views of CPU tensors; every dtype."""
 
@@ -170,7 +160,7 @@ class HostOps(TensorOps):
     @staticmethod
     def write(out: Tensor, x: Tensor) -> Tensor:
         if math.prod(x.shape):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
-            _array(out)[...] = x.asnumpy()
+            host_array(out, gaps=True)[...] = x.asnumpy()
         return out
 
     @staticmethod
@@ -240,21 +230,6 @@ class ArrayOps(TensorOps):
         return out
 
 
-_dtypes: dict[int, tuple[np.dtype, Any]] = {}  # by the id of MindSpore's dtype, which is kept: its hash costs 1 us
-
-
-def numpy_dtype(dtype: Any) -> np.dtype:
-    """The NumPy dtype whose arrays `Tensor.from_numpy` turns into `dtype`."""
-    known = _dtypes.get(id(dtype))
-    if known is None:
-        if dtype == mstype.bfloat16:  # NumPy has none; MindSpore brings its own
-            made = Tensor([0.0], mstype.bfloat16).asnumpy().dtype
-        else:
-            made = np.dtype(str(dtype).lower())  # what MindSpore has for it warns each user of its own end
-        known = _dtypes[id(dtype)] = made, dtype
-    return known[0]
-
-
 def copy(x: Tensor) -> Tensor:
     """A copy with memory of its own (`Tensor.copy` is arithmetic in MindSpore)."""
     dry = executing()
@@ -298,7 +273,7 @@ def add_into(out: Tensor, x: Tensor) -> Tensor:
     if dry is not None:
         return dry.sum(out, x, into=True)
     x = x if x.dtype == out.dtype else x.astype(out.dtype)
-    array = _array(out)
+    array = host_array(out, gaps=True)
     np.add(array, x.asnumpy(), out=array)  # a third of the time of MindSpore's, whose sum is a tensor of its own
     return out
 

@@ -467,9 +467,9 @@ def test_what_comes_later_is_said_behind_the_traceback(capsys):
 def test_numpys_dtypes_are_known_without_a_warning_to_the_user(cpu, monkeypatch):
     import mindspore as ms
 
-    from ms_dtensor.comm import packing
-    monkeypatch.setattr(packing, "_dtypes", {})
-    monkeypatch.setattr(packing.mstype, "dtype_to_nptype", None)  # MindSpore warns of its end whoever's program it is
+    from ms_dtensor.internals import host
+    monkeypatch.setattr(host, "_dtypes", {})
+    monkeypatch.setattr(host.mstype, "dtype_to_nptype", None)  # MindSpore warns of its end whoever's program it is
     for name in "bool_ int8 int32 int64 uint8 uint64 float16 bfloat16 float32 float64 complex64 complex128".split():
         dtype = getattr(ms, name)
-        assert packing.numpy_dtype(dtype) == ms.Tensor([1]).astype(dtype).asnumpy().dtype, name
+        assert host.numpy_dtype(dtype) == ms.Tensor([1]).astype(dtype).asnumpy().dtype, name

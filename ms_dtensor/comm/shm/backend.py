@@ -6,8 +6,6 @@ The invariant is the engine's: a result never aliases an input or a segment.
 """
 from __future__ import annotations
 
-import ctypes
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +15,8 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from ...errors import CommError
+from ...internals.host import host_array, numpy_dtype
 from ..cores import end_spinning, keep_to_share
-from ..packing import numpy_dtype
 from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work, communicator_name
 from ..record import note, user_site
@@ -27,8 +25,6 @@ from .future import Future
 from .reduce import BFLOAT16, is_bfloat16
 from .rendezvous import job_name, stated_timeout
 from .rows import RowsEngine
-
-_bytes: dict[int, type[ctypes.Array]] = {}  # by length
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
@@ -42,26 +38,6 @@ def _carried(x: np.ndarray) -> np.ndarray:
 
 def _tensor(x: np.ndarray) -> Tensor:
     return Tensor.from_numpy(x.view(numpy_dtype(mstype.bfloat16)) if is_bfloat16(x.dtype) else x)
-
-
-def _array(x: Tensor) -> np.ndarray:
-    """The storage of `x` as an array that lives no longer than `x`, without the milliseconds and copies of `asnumpy`.
-
-    `asnumpy` copies views, even contiguous ones, and costs 4 us where the cores are free and ten times that where not.
-    Only for the time of a call, and where ops have run when they return: it waits for nothing.
-    """
-    kind = _carrier(numpy_dtype(x.dtype))
-    shape = x._shape  # the local one
-    nbytes = math.prod(shape) * kind.itemsize
-    address = x.data_ptr() if nbytes and x.is_contiguous() and not x.has_init else 0
-    if not address:  # empty, not one piece, or not materialised yet
-        return _carried(x.asnumpy())
-    buffer = _bytes.get(nbytes)
-    if buffer is None:
-        if len(_bytes) > 1000:
-            _bytes.clear()
-        buffer = _bytes[nbytes] = ctypes.c_byte * nbytes
-    return np.ndarray(tuple(shape), kind, buffer.from_address(address))  # type: ignore[arg-type]
 
 
 def _give(result: np.ndarray | Future) -> Result:
@@ -99,7 +75,7 @@ class ShmBackend(Backend):
         return cls(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
 
     def _array(self, x: Tensor, kept: bool = False) -> np.ndarray:
-        return _array(x) if self._blocking and not kept else _carried(x.asnumpy())
+        return _carried(host_array(x) if self._blocking and not kept else x.asnumpy())
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_reduce(self._array(x, async_op), op, group, async_op=async_op))
