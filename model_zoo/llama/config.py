@@ -393,12 +393,12 @@ def _check_pipeline(cfg: Config) -> None:
                           f"{degree}, train.micro_batches = {t.micro_batches}",
                           "interleaved takes micro-batches in rounds of parallel.pp.",
                           [f"--train.micro_batches {more}", "--parallel.pp_schedule 1f1b --parallel.pp_stages_per_rank 1"])
-    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
     if p.stages > m.n_layers + 2:
         raise ConfigError(f"For the configuration, {p.stages} stages are more than the model can be cut into.",
                           f"{degree}, parallel.pp_stages_per_rank = {p.pp_stages_per_rank}, model.n_layers = {m.n_layers}",
                           "A stage has a layer at least, but for the embedding and the head.",
                           f"--parallel.pp with at most {(m.n_layers + 2) // p.pp_stages_per_rank}")
+    cells = m.cells
     at = [cells.index(path) if path in cells else -1 for path in p.pp_split or ()]
     if p.pp_split is not None and (len(at) != p.stages - 1 or sorted({0, *at}) != [0, *at]):
         raise ConfigError("For the configuration, parallel.pp_split does not say where stages begin.",

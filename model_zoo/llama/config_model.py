@@ -109,6 +109,11 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
     @property
+    def cells(self) -> list[str]:
+        """The paths of the model's cells, in the order in which they run: what stages of a pipeline are cut from."""
+        return ["tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output"]
+
+    @property
     def head_dim(self) -> int:
         """Of q and k; with `latent` values have a width of their own."""
         if self.latent is not None:

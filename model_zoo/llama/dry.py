@@ -51,11 +51,10 @@ def dry_stages(cfg: Config, world: int, rank: int = 0, device: str = "CPU", coun
     messages: dict[str, bytes] = {}
     values = {} if cfg.model.experts is None else {"experts": cfg.model.experts.count}
     runs: dict[int, Any] = {}
-    wanted = range(cfg.parallel.pp if count is None else count)
-    while not all(stage in runs for stage in wanted):
+    while True:
         before, refused = (len(runs), len(messages)), None
         for stage in range(cfg.parallel.pp):
-            if stage in runs or all(other in runs for other in wanted):
+            if stage in runs:
                 continue
             try:
                 with dry_run(world, rank % each + stage * each, device, values=values, messages=messages) as run:
@@ -64,9 +63,10 @@ def dry_stages(cfg: Config, world: int, rank: int = 0, device: str = "CPU", coun
             except OpRuleError as error:
                 refused = error
             messages |= run.messages
+            if runs.keys() >= {*range(cfg.parallel.pp if count is None else count)}:
+                return [runs[stage] for stage in sorted(runs)][:count]
         if refused is not None and before == (len(runs), len(messages)):
             raise refused
-    return [runs[stage] for stage in wanted]
 
 
 def _two_steps(cfg: Config, run) -> None:

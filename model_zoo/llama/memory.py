@@ -89,7 +89,7 @@ def shares(cfg: Config) -> list[Share]:
 def cells_of_stages(cfg: Config) -> list[list[str]]:
     """The cells of each stage, by their paths, as `pipeline` cuts them by time if the configuration does not say where."""
     m, p = cfg.model, cfg.parallel
-    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
+    cells = m.cells
     block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
     ends = m.vocab_size * m.dim
     if p.pp_split is None:

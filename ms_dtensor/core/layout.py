@@ -304,6 +304,11 @@ def layout_for(who: str, mesh, placements, shape, dtype: str, even: bool = False
         raise said_of(error, who) from None
 
 
+def in_dtype(layout: Layout, dtype: str) -> Layout:
+    """The same tensor in another dtype."""
+    return layout if dtype == layout.dtype else Layout(layout.mesh, layout.placements, layout.shape, dtype, layout.order)
+
+
 def said_of(error: E, who: str) -> E:
     """The same refusal, of a call instead of its argument `placements`, or the mesh that was asked for an axis."""
     attempt = re.sub("^For '(placements|order|DeviceMesh)'", f"For '{who}'", error.attempt)

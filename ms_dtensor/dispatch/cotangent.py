@@ -8,7 +8,7 @@ reduction. Leaves outlive a recorded forward and are converted at each use: a st
 """
 from __future__ import annotations
 
-from ..core.layout import Layout
+from ..core.layout import Layout, in_dtype
 from ..core.placements import PARTIAL
 from ..internals.names import NoFallbackGuard, enabled
 from ..redistribute.execute import redistribute_local
@@ -79,7 +79,6 @@ def _through_viewed(x, memo, cotangent: Layout):
 def as_copy(data, param, reduce_dtype, cotangent: Layout):
     """`data`, a parameter's values in another dtype, connected to it: the gradient is reduced in `reduce_dtype`."""
     layout, cotangent, wanted = (
-        Layout(at.mesh, at.placements, at.shape, str(reduce_dtype).lower(), at.order)
-        for at in (param._layout, cotangent, grad_layout(param)))
+        in_dtype(at, str(reduce_dtype).lower()) for at in (param._layout, cotangent, grad_layout(param)))
     return redistribute_local(param, layout, layout, cotangent, wanted, data=data, through=reduce_dtype,
                               takes=None if param._memo is None else param._memo.takes)

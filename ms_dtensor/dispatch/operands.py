@@ -13,7 +13,7 @@ from mindspore import Tensor, ops
 from .. import comm
 from ..comm.packing import cast
 from ..comm.record import active
-from ..core.layout import Layout
+from ..core.layout import Layout, in_dtype
 from ..core.placements import REPLICATE
 from ..internals.names import NoFallbackGuard, detach, enabled, recording, set_requires_grad
 from ..redistribute.execute import redistribute_local, run
@@ -181,8 +181,7 @@ def compute_copy(param, dtype, reduce_dtype):
     The copy belongs to one recorded forward. Its gradients are reduced in `reduce_dtype` and arrive in the parameter's own;
     a plain cast's would be reduced as they come out of the computation, in 16 bits.
     """
-    layout = param._layout
-    layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
+    layout = in_dtype(param._layout, dtype_name(dtype))
     with NoFallbackGuard():
         local = cast(ops.stop_gradient(param), dtype)
     if not recording() or not param._requires_grad:

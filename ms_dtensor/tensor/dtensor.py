@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor
 
 from .. import comm
 from ..comm.pretended import executing, pretended
-from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
+from ..core.layout import Layout, in_dtype, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, recorded, replicas, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
@@ -456,8 +456,7 @@ class DTensorParameter(Parameter, DTensor):
     def _own_shard(self, who: str, data):
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:
-            target = Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order)
-            return redistribute(data, target, implicit=who)
+            return redistribute(data, in_dtype(own, data._layout.dtype), implicit=who)
         if isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
             raise LayoutError(f"For '{who}', the data has shape {list(data.shape)}.", own.describe(),
                               "It must be a DTensor of the global shape, or this rank's shard.",

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 
 from ..comm.pretended import executing
-from ..core.layout import Layout, layout_for
+from ..core.layout import Layout, in_dtype, layout_for
 from ..core.mesh import resolve_mesh
 from ..dispatch import patches
 from ..dispatch.operands import dtype_name, wrap
@@ -220,7 +220,7 @@ def _like(name: str, x, dtype, device_mesh, placements):
                           f"use mint.{name} for plain tensors")
     own, dtype = x.layout.gradient(), dtype or x.dtype
     if placements is None and device_mesh in (None, own.mesh):
-        return Layout(own.mesh, own.placements, own.shape, dtype_name(dtype), own.order), dtype
+        return in_dtype(own, dtype_name(dtype)), dtype
     return _layout(name, own.shape, dtype, device_mesh or own.mesh, placements), dtype
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from ...comm.packing import copy, write
-from ...core.layout import Layout
+from ...core.layout import Layout, in_dtype
 from ...errors import LayoutError, OpRuleError
 from ...internals.names import (
     CellBackwardHook,
@@ -164,9 +164,7 @@ def _local(result, grad, layout: Layout):
                           f"{layout.describe()}, returned {have.describe() if have else type(result).__name__}",
                           "It takes the place of the gradient, which is a DTensor.",
                           ("return a DTensor of the gradient's shape", "DTensor.from_local(t, mesh, placements)"))
-    target = layout if have.dtype == layout.dtype else Layout(layout.mesh, layout.placements, have.shape, have.dtype,
-                                                             layout.order)
-    return local_alias(redistribute(result, target, implicit="a backward hook"))
+    return local_alias(redistribute(result, in_dtype(layout, have.dtype), implicit="a backward hook"))
 
 
 # -- of cells -------------------------------------------------------------------------------------------------------------

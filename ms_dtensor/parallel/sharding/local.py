@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, nn, ops
 
-from ...core.layout import Layout
+from ...core.layout import Layout, in_dtype
 from ...core.tree import leaves
 from ...dispatch import classes, modes
 from ...dispatch.constants import constant
@@ -117,8 +117,7 @@ def kept(call: Call, p: Any) -> Tensor:
         x = redistribute_local(p, layout, layout, cotangent, cotangent, data=p)
     else:
         x = as_copy(x, p, unit.policy.reduce_dtype or dtype, cotangent)
-    layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
-    return stands_for(call, p, x, layout)
+    return stands_for(call, p, x, in_dtype(layout, dtype_name(dtype)))
 
 
 def plain_in_and_out(who: str) -> tuple[Callable, Callable]:

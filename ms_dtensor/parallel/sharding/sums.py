@@ -18,7 +18,7 @@ from mindspore import Tensor
 
 from ...comm.packing import cast, copy, write
 from ...comm.pretended import executing
-from ...core.layout import Layout
+from ...core.layout import in_dtype
 from ...dispatch.operands import local_alias, wrap
 from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
@@ -127,9 +127,8 @@ class Sums:
 def add_main(param, total: Tensor) -> None:
     """A sum over ranks is added to what a parameter has in `main_grad`, in float32."""
     total, have = total.astype(ms.float32), getattr(param, "main_grad", None)
-    whole = param.layout.gradient()
-    layout = Layout(whole.mesh, whole.placements, whole.shape, "float32", whole.order)
-    param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
+    total = copy(total) if have is None else local_alias(have) + total
+    param.main_grad = wrap(total, in_dtype(param.layout.gradient(), "float32"))
 
 
 def fresh(shape: tuple[int, ...], dtype, zero: bool = True) -> Tensor:
