@@ -72,7 +72,7 @@ def handles_of_moved_hooks_remove_them(world):
 
     def grads(net, t):
         return ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(t)
-    for bucket in (25, 0):
+    for bucket, frozen in ((25, False), (0, True)):  # frozen: while it is laid out
         net, plain = nn.Dense(6, 4), nn.Dense(6, 4)
         for p, q in zip(net.trainable_params(), plain.trainable_params()):
             p.set_data(data(5, *p.shape))
@@ -82,9 +82,11 @@ def handles_of_moved_hooks_remove_them(world):
         net.weight.register_hook(lambda g: 11 * g)  # nobody keeps its handle
         handles[1].remove()
         want = grads(plain, x)
+        net.weight.requires_grad = not frozen
         net = md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel(use_local_output=False))
         handles[2].remove()
         replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
+        net.weight.requires_grad = True
         mine = distribute_tensor(x, mesh_2d(), [S(0), R])
         for remove, factor in ((None, 2 * 7 * 11), (0, 7 * 11), (3, 11), (3, 11)):
             if remove is not None:

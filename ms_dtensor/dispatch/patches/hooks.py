@@ -133,9 +133,14 @@ def move_hooks(old, new) -> None:
     for by removing that and registering it again.
     """
     hooks = [getattr(h, _GIVEN, None) if hasattr(old, "_layout") else h for h in old.hooks()]
-    moved = [None if hook is None else new.register_hook(hook) for hook in hooks]
-    if not moved:
+    if not hooks:
         return
+    frozen = not new.requires_grad
+    if frozen:  # MindSpore registers none on what never was trained, and keeps those of what is frozen later
+        new.requires_grad = True
+    moved = [None if hook is None else new.register_hook(hook) for hook in hooks]
+    if frozen:
+        new.requires_grad = False
     found = gc.get_referrers(*weakref.getweakrefs(old))
     found += gc.get_referrers(*(x for x in found if isinstance(x, dict) and "tensor_weakref" in x))
     for handle in sorted((x for x in found if isinstance(x, TensorHookHandle)), key=lambda x: x.id):
