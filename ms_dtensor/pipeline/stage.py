@@ -81,7 +81,10 @@ class PipelineStage:
     def _gated(self) -> Iterator[None]:
         """Inside, gates stand in the place of trainable parameters; units see to those for which they put others there."""
         store: Any = holding.get()
-        theirs = {(id(cell), key) for unit in units_of(self.module) for cell, key, _ in unit.standing}
+        units = units_of(self.module)
+        for unit in units:  # a parameter that is trained since the last forward is told who adds up its gradient
+            unit.reduction.begin()
+        theirs = {(id(cell), key) for unit in units for cell, key, _ in unit.standing}
         slots = [(held, key, p) for cell in cells_in(self.module) for key, p in cell._params.items()
                  if isinstance(p, Parameter) and p.requires_grad and (id(cell), key) not in theirs
                  for held in (cell._params, cell.__dict__) if key in held]

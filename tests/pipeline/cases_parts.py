@@ -13,7 +13,7 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.pipeline import PipelineStage, pipeline
 from tests.cases import case, cases
-from tests.dist.support import each
+from tests.dist.support import each, set_trained
 from tests.pipeline.cases_run import (
     IN_PARTS,
     KINDS,
@@ -101,6 +101,30 @@ def as_many(world, counts) -> None:
 @case(4, timeout=180)
 def parts_beside_other_axes(world):
     beside_other_axes(world, IN_PARTS, 4)
+
+
+@case(4, timeout=120)
+def frozen_when_laid_out_and_trained_later(world):
+    """A gate takes over who adds up a parameter's gradient, which is said when it is first trained."""
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+
+    @each(itertools.product(sampled(("zbh1", "zbv"), 2), ("replicate", "fully_shard")))
+    def steps(name, way):
+        net, plain, (kind, v) = filled(Net()), filled(Net()), KINDS[name]
+        set_trained(False, net.layers[0], net.last)
+        stages = pipeline(net, mesh["pp"], n_stages=2 * v, style=style_of(name))
+        for stage in stages:
+            WAYS[way](stage.module, mesh)
+        schedule = kind(stages, 4, loss_fn)
+        for trained in (False, True):
+            for one in (plain, *(stage.module for stage in stages)):
+                set_trained(trained, *(c for c in (one.layers[0], one.last) if list(c.get_parameters())))
+            with comm.record() as events:
+                right(schedule, one_device(plain, False), f"{trained=}", t, args=(x,))
+            sums = Counter(e.op for e in events if e.phase == "backward" and e.axes == ("dp",))
+            units = sum(bool(s.module.trainable_params()) for s in stages)
+            assert sum(n for op, n in sums.items() if op in ("all_reduce", "reduce_scatter")) <= units, sums
 
 
 class OwnNorm(nn.Cell):
