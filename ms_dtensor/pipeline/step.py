@@ -27,6 +27,7 @@ from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import detached, local_alias, wrap
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import PeerLost, ScheduleError
+from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ..ops.local.dtypes import full
 from ..parallel.sharding.call import units_of
@@ -152,9 +153,16 @@ class Step:
             out = stage.module(*inputs, **kwargs)
             out = out if then is None else then(out)
         if stage.is_last:
-            self.losses.append(out if loss_fn is None else out * self.weights[i])
+            self.losses.append(out if loss_fn is None else self._weighted(out, self.weights[i]))
         else:
             self.there["F", s, i] = out
+
+    def _weighted(self, loss: Tensor, weight: float) -> Tensor:
+        """A Python number would be rounded to float32 beside a loss in float64."""
+        at = getattr(loss, "_layout", None)
+        with NoFallbackGuard():
+            made = local_alias(loss) * self._start(weight, loss.dtype)
+        return made if at is None else wrap(made, at)
 
     def backward(self, action: Action) -> None:
         s, i = action.stage, action.microbatch
