@@ -25,6 +25,7 @@ from .builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from .check import check
 from .microbatches import check_rows
 from .order import Lowered, Timeline, lower, simulate
+from .split import Tie
 from .stage import PipelineStage
 from .step import Step
 from .transfer import Edges
@@ -147,9 +148,9 @@ class Schedule:
         run = self._begin(self._lowered, args, kwargs, target, weights, training=True, trace=trace)
         with run.on_all_ranks_or_none("step"):
             sums = run.run()
-            for stage in self.stages.values():
-                for tie in stage.ties:
-                    self._add_tied(tie, stage, sums)
+            ties = {tie.place(): tie for stage in self.stages.values() for tie in stage.ties}
+            for place in sorted(ties):  # in an order that all ranks have, also those with stages of several
+                self._add_tied(ties[place], sums)
             loss = run.loss()
             if trace:
                 self.timeline = run.timeline()
@@ -228,12 +229,14 @@ class Schedule:
                                   "All ranks have the whole order, and the same one.",
                                   "build or load it alike on all ranks")
 
-    def _add_tied(self, tie, stage: PipelineStage, sums: dict[int, Any]) -> None:
+    def _add_tied(self, tie: Tie, sums: dict[int, Any]) -> None:
         """Gradients of one parameter that several ranks have; each adds them up in the order of the stages."""
-        here = self.group.rank_index
-        if stage.stage_index != next(s for s in tie.paths if s in self.stages):
-            return  # of two stages on this rank one speaks
-        param = dict(stage.module.parameters_and_names())[tie.paths[stage.stage_index]]
+        here, stage = self.group.rank_index, next(s for s in tie.stages if s in self.stages)
+        param = dict(self.stages[stage].module.parameters_and_names())[tie.paths[stage]]
+        holders = comm.group(tuple(sorted(self.group.ranks[r] for r in tie.ranks)))
+        holders.agree(f"tied weight '{tie.place()[1]}' is {'trained' if param.requires_grad else 'frozen'}")
+        if not param.requires_grad:
+            return
         own = local_alias(sums[id(param)])
         others = [r for r in tie.ranks if r != here]
         got = dict(zip(others, self.group.exchange([(self.group.ranks[r], own) for r in others], [

@@ -241,6 +241,10 @@ class Tie:
     def stages(self) -> list[int]:
         return list(self.paths)
 
+    def place(self) -> tuple[int, str]:
+        """The first stage that has it, and its path there: which one it is, alike on all ranks."""
+        return min(self.paths.items())
+
 
 def _ties(chain: dict[str, nn.Cell], parts: list[list[str]], owner: tuple[int, ...]) -> list[Tie]:
     """Parameters of cells of several stages that lie on several ranks."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that several stages share: whose gradients are whose, and what is frozen."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.errors import CollectiveMismatch
+from ms_dtensor.pipeline import pipeline
+from tests.cases import case
+from tests.dist.support import each, refusal
+from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn, style_of
+from tests.sharding.support import filled
+
+
+def four(*ties: tuple[int, int]) -> nn.Cell:
+    """Four layers, a stage each; of a pair of them the weight is one."""
+    net = nn.SequentialCell(*(nn.Dense(4, 4, activation="tanh") for _ in range(4)))
+    for first, other in ties:
+        net[other].weight = net[first].weight
+    return filled(net)
+
+
+def stepped(schedule, net, ties, what: str) -> None:
+    """A step against one device, whose names of tied weights are the first's."""
+    trained = {n: p for n, p in net.parameters_and_names() if p.requires_grad}
+    value, grads = ms.value_and_grad(lambda: loss_fn(net(Tensor(X)), Tensor(T)), None, list(trained.values()))()
+    want = dict(zip(trained, grads))
+    want |= {f"{b}.weight": want[f"{a}.weight"] for a, b in ties if f"{a}.weight" in want}
+    loss, mine = schedule.step(Tensor(X), target=Tensor(T))
+    close(loss, value.asnumpy(), f"{what}: loss")
+    names = {id(p): n for s in schedule.stages.values() for n, p in s.module.parameters_and_names()}
+    for p, g in zip(schedule.params, mine, strict=True):
+        close(g, want[names[id(p)]].asnumpy(), f"{what}: {names[id(p)]}", 2e-6)
+
+
+@case(2)
+def tied_weights_that_ranks_come_to_in_another_order(world):
+    """Rank 0 has the first of one pair and the second of the other; in the order of its stages it would exchange them
+    crosswise, and as they are of one size nobody would notice."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    @each([("zbv", ((0, 2), (1, 3))), ("dualpipev", ((0, 2), (1, 3))), ("interleaved", ((0, 3), (1, 2)))])
+    def steps(name, ties):
+        kind, _ = KINDS[name]
+        stages = pipeline(four(*ties), mesh, split=["1", "2", "3"], style=style_of(name))
+        schedule = kind(stages, 4, loss_fn)
+        with comm.record() as events:
+            stepped(schedule, four(*ties), ties, name)
+        assert sum(e.op == "exchange" and e.shape == (4, 4) for e in events) == 2, "one for each pair"
+
+
+@case(2)
+def tied_weights_that_are_frozen(world):
+    """On all ranks that have it, a step goes on without it; on one of them it is refused on all, by name."""
+    mesh, ties = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), ((0, 3),)
+    net = four(*ties)
+    schedule = KINDS["1f1b"][0](pipeline(four(*ties), mesh, split=["2"]), 4, loss_fn)
+    tied = next(p for p in schedule.params if p.shape == (4, 4) and p.name.startswith("0."))
+    for trained in (True, False, True):
+        tied.requires_grad = net[0].weight.requires_grad = trained
+        stepped(schedule, net, ties, f"{trained=}")
+    tied.requires_grad = world.rank == 0
+    text = refusal(lambda: schedule.step(Tensor(X), target=Tensor(T)), CollectiveMismatch)
+    assert "tied weight '0.weight' is frozen" in text and "tied weight '0.weight' is trained" in text
+    tied.requires_grad = True
+    stepped(schedule, net, ties, "after it")
