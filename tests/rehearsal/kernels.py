@@ -33,10 +33,10 @@ PACKS = ("/comm/packing.py", "/comm/device.py", "/comm/hccl.py", "/comm/nccl.py"
 
 
 def _site() -> str:
-    """The innermost line that is neither MindSpore's nor this file's; of `host_values` the line that asks for them."""
+    """The innermost line that is neither MindSpore's nor this file's, nor of a function that is asked for values."""
     frame = sys._getframe(2)
     while frame is not None and ("/mindspore/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
-                                 or frame.f_code.co_name == "host_values"):
+                                 or frame.f_code.co_name in ("host_values", "host_array")):
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
