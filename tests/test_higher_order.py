@@ -69,6 +69,32 @@ def test_the_second_derivative_is_the_slope_of_the_first(form):
     assert abs(told - measured) <= 1e-5 * max(1.0, abs(measured)), (told, measured)
 
 
+CONVOLVED = np.random.default_rng(3).normal(size=(2, 3, 6, 6)).astype(np.float32)
+KERNEL = 0.3 * np.random.default_rng(4).normal(size=(4, 3, 3, 3)).astype(np.float32)
+CONVOLUTIONS = {  # MindSpore's, and the same of slices and a product; both have no kernel of float64 on CPU
+    "conv": (lambda x, w: ops.Conv2D(4, 3, pad_mode="valid", stride=2)(x, w),
+             lambda x, w: sum(mint.matmul(mint.permute(x[:, :, i:i + 3:2, j:j + 3:2], (0, 2, 3, 1)),
+                                          mint.transpose(w[:, :, i, j], 0, 1)) for i in range(3) for j in range(3))),
+    "transposed": (lambda x, w: ops.Conv2DTranspose(3, 3, pad_mode="valid", stride=3)(x, w, (2, 3, 12, 12)),
+                   lambda x, w: mint.stack([mint.matmul(mint.permute(x, (0, 2, 3, 1)), w[:, :, i, j])
+                                            for i in range(3) for j in range(3)])),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_differentiated_twice_as_the_product_that_it_is(name):
+    mesh, got = md.init_device_mesh("cpu", (1,)), []
+    x = CONVOLVED if name == "conv" else np.concatenate((CONVOLVED, CONVOLVED[:, :1]), 1)[..., :4, :4]
+    for f in CONVOLUTIONS[name]:
+        def squares(x, w, f=f):
+            inner = md.grad(lambda *xs: (mint.tanh(f(*xs)) ** 2).sum(), (0, 1))(x, w)
+            return sum((g * g).sum() for g in inner)
+        got.append(md.grad(squares, (0, 1))(laid(mesh, x), laid(mesh, KERNEL)))
+    for g, w in zip(*got):
+        wanted = w.to_local().asnumpy()
+        assert np.abs(g.to_local().asnumpy() - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
 def test_what_has_not_been_shown_is_refused_and_first_order_is_as_ever():
     mesh = md.init_device_mesh("cpu", (1,))
     x = laid(mesh, A.astype(np.float32))

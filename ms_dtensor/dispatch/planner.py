@@ -226,8 +226,8 @@ def _again(op: str, tensors, layouts):
         raise OpRuleError(f"For '{op}', a derivative of its gradient was asked for.",
                           "\n".join(layout.describe() for layout in layouts),
                           "It has not been shown to be right: MindSpore 2.10 forgets what views in a backward depend on.",
-                          ("write it in element-wise ops, matmul, sums and reshapes", "a DFunction with second_order = True",
-                           "take the inner gradient outside the outer function"))
+                          ("write it in element-wise ops, products, convolutions, sums and reshapes",
+                           "a DFunction with second_order = True", "take the inner gradient outside the outer function"))
     return run
 
 

@@ -148,3 +148,16 @@ def what_is_handed_back_keeps_its_history(world):
     inner = ms.grad(lambda t: mint.sin((t.astype(dtype) + t).redistribute(placements=[R])).sum())
     got = ms.grad(lambda t: (inner(t) ** 2).sum())(dx)
     equal(got, -16 * np.cos(2 * whole) * np.sin(2 * whole), "second derivative of sin(x + x)", 1e-6)
+
+
+def they_are_of_convolutions_on_any_layout(world, line):
+    """As of all on one rank, which `tests/test_higher_order.py` compares with products."""
+    mesh, x, w = line, data(1, 2, 4, 7, 7), data(2, 4, 4, 3, 3)  # 7 rows of 3 at a stride of 2
+    for op, more in ((ops.Conv2D(4, 3, pad_mode="pad", pad=1, stride=2), ()),
+                     (ops.Conv2DTranspose(4, 3, pad_mode="pad", pad=1, stride=2), ((2, 4, 13, 13),))):
+        f = lambda a, b, op=op, more=more: (mint.tanh(op(a, b, *more)) ** 2).sum()  # noqa: E731
+        whole = [distribute_tensor(t, mesh, [R], src_data_rank=None) for t in (x, w)]
+        wanted = second(grad, f)(*whole)
+        for p, q in [(S(0), R), (S(1), R), (S(1), S(1)), (R, S(0)), (S(2), R), (S(0), S(0)), (S(3), S(2))]:
+            cut = [distribute_tensor(t, mesh, [r], src_data_rank=None) for t, r in zip((x, w), (p, q))]
+            equal(second(grad, f)(*cut), wanted, f"{op.name}, {p} and {q}", rtol=1e-4)

@@ -11,9 +11,12 @@ from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import checkpoint_wrapper
+from ms_dtensor.errors import LayoutError
 from ms_dtensor.internals.names import Function
+from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
 from tests.dist.support import counted, crossed, each, equal_each, equal_values, refusal
+from tests.rehearsal.session import rehearsed
 from tests.sharding.support import ROWS, WAYS, Mul, alike, data_mesh, filled, rows_of, twins
 from tests.tiers import sampled
 
@@ -153,3 +156,44 @@ def who_asks_only_afterwards_gets_all(world):
     def outer(x):  # a derivative of the inner gradient is refused, and never zero
         return sum((g * g).sum() for g in ms.vjp(both(cell), x, weights=cell.trainable_params())[1](Tensor(1.0))[1])
     assert "a derivative of a parameter's gradient" in refusal(lambda: ms.grad(outer)(x))
+
+
+def steep(net):
+    """A loss with a penalty on the gradient of what `net` makes of rows, as critics and energies have (WGAN-GP, R1)."""
+    def loss(x):
+        slope = ms.grad(lambda t: mint.tanh(net(t)).sum())(x)
+        return (slope * slope * slope).sum() + net(x * 0.5).sum()  # a forward of the same cell between the two backwards
+    return loss
+
+
+@case(2)
+def a_penalty_on_the_gradient_of_the_input_reaches_all_weights(world):
+    """The inner backward's ops read whole parameters in the outer one, before any hook: these stay till that is over."""
+    mesh, gathers = data_mesh(world), {}
+
+    @each([(way, cells) for way in WAYS for cells in ("", "low high")])
+    def steps(way, cells):
+        plain, net = twins(Outer, way, mesh, cells)
+        for what in ("first", "second"):
+            count = alike(net, plain, mesh, steep, f"{what} step", rtol=1e-4)
+        assert not any(unit.whole for unit in units_of(net))  # and nothing of it stays
+        gathers[way, cells] = count["all_gather", "forward"], count["all_gather", "backward"]
+    assert gathers["fully_shard", ""] == (1, 1) and gathers["fully_shard", "low high"] == (2, 2), gathers
+    assert gathers["zero1", ""] == gathers["kept", ""] == (1, 0), gathers  # of three forwards and backwards
+
+
+@case(2)
+def on_devices_units_that_share_memory_refuse_the_penalty(world):
+    """There units take rooms in turn, and what reads a room in the outer backward does not ask for it."""
+    with rehearsed(clock=False):
+        mesh = data_mesh(world, "npu")
+
+        @each([("fully_shard", ""), ("kept", ""), ("kept", "low high"), ("zero1", "")])
+        def steps(way, cells):
+            plain, net = twins(Outer, way, mesh, cells)
+            alike(net, plain, mesh, steep, rtol=1e-4)
+            assert not any(unit.whole for unit in units_of(net))
+        plain, net = twins(Outer, "fully_shard", mesh, "low high")
+        said = refusal(lambda: alike(net, plain, mesh, steep), LayoutError)
+        assert "derivative of a gradient" in said and "reshard_after_forward=False" in said, said
+        alike(net, plain, mesh, both, rtol=1e-4)

@@ -122,6 +122,19 @@ def asked_for(param) -> bool:
 
 
 @contextmanager
+def _inside_a_backward() -> Iterator[None]:
+    """Inside runs a gradient, forward and backward, that a hook or an op of the backward under way takes: its end is not
+    the end of that one, which still needs what takes part in it."""
+    others = list(in_this_gradient)
+    in_this_gradient.clear()
+    try:
+        yield
+    finally:
+        in_this_gradient.clear()
+        in_this_gradient.update(others)
+
+
+@contextmanager
 def _seeking(of: Iterable | None) -> Iterator[None]:
     """Inside runs a forward whose gradient will be of these; None: who asks for what is said later."""
     ids, around = None if of is None else frozenset(map(id, of)), sought.get() if recording() else frozenset()
@@ -296,7 +309,7 @@ def _wrapped(original):
             given = [weights] if isinstance(weights, Tensor) else weights
             now = None if given is None else [current(p) for p in given]
             of = None if unsaid else _differentiated(fn, operation, now, told.get("grad_position", 0), inputs)
-            with _seeking(of):
+            with _seeking(of), _inside_a_backward() if _asked and not recording() else nullcontext():
                 return out(*args, **kwargs)
         return gradient
     return wrap

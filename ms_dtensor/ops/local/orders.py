@@ -31,7 +31,7 @@ LINEAR = frozenset("""
     embedding index index_select diag diag_all diagonal trace tril triu sum mean add_n cumsum roll flip repeat_interleave
     pad_pairs copy bias_add
 """.split())
-BILINEAR = frozenset(("matmul", "outer", "linear"))  # the last one with a bias, too
+BILINEAR = frozenset(("matmul", "outer", "linear", "conv_classic", "conv_transpose_classic"))  # linear with a bias, too
 
 
 def to_any_order(op: str):

@@ -105,6 +105,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
         self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
+        self.differentiated = False  # a backward that read the parameters is differentiated; till then they stay whole
         self.blocks = self._made()
         self.place = {id(p): (block, i) for block in self.blocks for i, p in enumerate(block.params)}  # of cut ones
         # where others stand meanwhile
@@ -158,7 +159,14 @@ class Unit:
         return self.state is State.WHOLE
 
     def end_gradient(self) -> None:
-        """The gradient has been taken; a row that no backward has asked for, as of what was detached, is kept no longer."""
+        """The gradient has been taken, derivatives of gradients among it."""
+        self._forget_rows()
+        if self.differentiated:
+            self.differentiated = False
+            self.reshard()
+
+    def _forget_rows(self) -> None:
+        """A row that no backward has asked for, as of what was detached, is kept no longer."""
         for block in self.blocks:
             block.forget_row()
 
@@ -232,9 +240,10 @@ class Unit:
         Raises:
             LayoutError: its backward is under way, and not all that reads the room there asks for it.
         """
-        if any(call.unseen for call in self.entered):
+        if self.differentiated or any(call.unseen for call in self.entered):
             raise LayoutError(f"For '{self.who}', two backwards at once need the memory in which {self.name} is whole.",
-                              self.label, "Local tensors of its parameters are read in the backward, and nobody sees when.",
+                              self.label, "Local tensors of its parameters, or a derivative of a gradient, read them in the "
+                              "backward, and nobody sees when.",
                               ("take one gradient after the other", "reshard_after_forward=False for this cell"))
 
     def _start(self, phase: str, when: str, ahead: bool) -> None:
@@ -249,8 +258,8 @@ class Unit:
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
         """Gives the memory back, unless the user keeps it; `keep_part`: but for what the backward gathers again."""
         if not (keep_part and self.state is State.WHOLE):
-            self.end_gradient()
-        if not self.blocks or self.kept_by_user and not forced:
+            self._forget_rows()
+        if not self.blocks or (self.kept_by_user or self.differentiated) and not forced:
             return
         if self.state is not State.SHARDED:
             self.log("reshard", "")
