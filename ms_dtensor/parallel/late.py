@@ -30,17 +30,13 @@ class Debt:
     """The gradients of some weights, which are one product."""
 
     def __init__(self) -> None:
-        self._compute: Callable[[], Sequence[Tensor]] | None = None
+        self.compute: Callable[[], Sequence[Tensor]] | None = None
         self._values: Sequence[Tensor] = ()
-
-    def owe(self, compute: Callable[[], Sequence[Tensor]]) -> None:
-        """`compute` is run later, as if it were now."""
-        self._compute = partial(contextvars.copy_context().run, compute)
 
     def pay(self) -> None:
         """The gradients are computed, if they are not."""
-        if self._compute is not None:
-            self._values, self._compute = self._compute(), None
+        if self.compute is not None:
+            self._values, self.compute = self.compute(), None
 
     def take(self) -> Sequence[Tensor]:
         """The gradients; empty: nobody owed any."""
@@ -82,7 +78,9 @@ class Late:
         """
         axes = tuple(a for a, p in enumerate(layout.placements) if not p.is_replicate())
         if self._gates is None:  # the first that computes has the last backward, behind which nothing is sent
-            others = [c for c in self._cells if c[0] is not cells[0]] if _delays() else []
+            mode = modes.mode.get()
+            delays = recording() and holding.get() is None and not mode.check_types and not mode.check_gradients
+            others = [c for c in self._cells if c[0] is not cells[0]] if delays else []
             self._gates = {id(c[0]): self._gate(c, axes) for c in others if all(w._requires_grad for w in _weights(c))}
         seen, local, debt = self._gates.pop(id(cells[0]), (None, (), None))
         return (local, debt) if seen == _seen(cells, axes) else (_weights(cells), None)
@@ -93,8 +91,8 @@ class Late:
         return _seen(cells, axes), Gate.apply(local, debt), debt
 
     def owe(self, debt: Debt, compute: Callable[[], Sequence[Tensor]]) -> None:
-        """A backward leaves gradients to whoever sends next."""
-        debt.owe(compute)
+        """A backward leaves gradients to whoever sends next; they are computed as if it were now."""
+        debt.compute = partial(contextvars.copy_context().run, compute)
         self._owed.append(debt)
 
     def pay(self) -> None:
@@ -111,8 +109,3 @@ def _weights(cells: tuple[nn.Cell, ...]) -> tuple:
 def _seen(cells: tuple[nn.Cell, ...], axes: tuple[int, ...]) -> tuple:
     """What a gate was made for: which weights, of which values."""
     return axes, *((id(w), times_written(w)) for w in _weights(cells))
-
-
-def _delays() -> bool:
-    mode = modes.mode.get()
-    return recording() and holding.get() is None and not mode.check_types and not mode.check_gradients

@@ -34,7 +34,6 @@ from ...internals.target import on_cpu
 from ...redistribute.boxes import tensors_along
 from .memory import AbstractMemory, HostMemory, Memory
 from .rooms import Room, RoomMemory
-from .sums import blank
 
 _LARGE = 8  # more than one in so many of a row's elements: a large column
 _Column = tuple[int, list[tuple[int, Any]]]  # how wide; pieces to be put there, whose first dim are ranks from a number on
@@ -82,13 +81,6 @@ class Block:
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
         """What the record and the comparison between ranks know of a collective."""
         return comm.annotate(phase=phase, src="fully_shard", dst=dst, of=f"{self.of} {when}" if when else self.of)
-
-    def handed_out(self, i: int) -> Tensor:
-        """What the node gives: the whole parameter; where gradients are reduced in another dtype, to which MindSpore casts
-        a gradient as its tensor has it, a stand-in of that dtype, in the memory of one number."""
-        if self.reduce_dtype is None:
-            return self.memory.tensor(i)
-        return blank(self.shapes[i], self.reduce_dtype)
 
     def straight(self) -> bool:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""

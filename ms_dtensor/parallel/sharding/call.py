@@ -377,7 +377,9 @@ class Unshard(Function):
     @staticmethod
     def forward(ctx, call: Call, places: tuple[tuple[Block, int], ...], *params):
         ctx.call, ctx.places = call, places
-        return tuple(block.handed_out(i) for block, i in places)
+        # MindSpore casts a gradient as its tensor has it; if they are reduced in another dtype, that is a blank's of that
+        return tuple(block.memory.tensor(i) if block.reduce_dtype is None else blank(block.shapes[i], block.reduce_dtype)
+                     for block, i in places)
 
     @staticmethod
     def backward(ctx, *grads):

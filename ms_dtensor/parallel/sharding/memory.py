@@ -31,13 +31,14 @@ def trim() -> None:
 
 
 class Memory:
-    """Tensors side by side."""
+    """Tensors side by side; of small ones packing costs less than a window, into which the backend of hosts can write."""
 
-    window: Any = None  # where the backend can write into it
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]):
-        self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend | None = None):
+        self.shapes, self.counts, self.dtype = list(shapes), [math.prod(shape) for shape in shapes], dtype
         self.starts = list(itertools.accumulate(self.counts, initial=0))
+        self.count = max(self.starts[-1], 1)
+        self.bytes = self.count * numpy_dtype(dtype).itemsize
+        self.window: Any = backend.window(self.bytes) if backend is not None and self.bytes > _SMALL else None
 
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory; autograd knows nothing of it."""
@@ -74,16 +75,12 @@ class HostMemory(Memory):
     """Pages that can be given back to the system, and come again at the same address when written."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
-        super().__init__(shapes)
         trim()
-        kind = numpy_dtype(dtype)
-        size = max(self.starts[-1], 1) * kind.itemsize
-        if size > _SMALL:  # of small ones packing costs less than a window
-            self.window = backend.window(size)
+        super().__init__(shapes, dtype, backend)
         if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat: Any = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
-        self._elements: np.ndarray = np.ndarray((self.starts[-1],), kind, self._flat)
+        self._elements: np.ndarray = np.ndarray((self.starts[-1],), numpy_dtype(dtype), self._flat)
         self.arrays: list[np.ndarray] = [self.joined(*ends).reshape(shape)
                                         for ends, shape in zip(itertools.pairwise(self.starts), self.shapes)]
 
@@ -114,12 +111,9 @@ class AbstractMemory(Memory):
     """The same in a dry run: bytes that come and go, and tensors that have a shape."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
-        super().__init__(shapes)
-        count = max(self.starts[-1], 1)
-        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
-        self._flat = self._dry.ledger.place((count,), dtype)
-        if self._bytes > _SMALL:
-            self.window = backend.window(self._bytes)
+        super().__init__(shapes, dtype, backend)
+        self._dry, self._taken = executing(), False
+        self._flat = self._dry.ledger.place((self.count,), dtype)
         if self.window is None:
             self._take(True)
         else:
@@ -142,4 +136,4 @@ class AbstractMemory(Memory):
             (self.window.claim if taken else self.window.release)()
         elif taken != self._taken:
             self._taken = taken
-            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes, "pool")
+            self._dry.ledger.change("gathered", self.bytes if taken else -self.bytes, "pool")

@@ -84,12 +84,12 @@ def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> No
     if reduce_op_type not in ("sum", "avg"):
         raise ConfigError(f"For 'set_reduce_op_type', {reduce_op_type!r} is not known.", type(self).__name__,
                           "Gradients of ranks' own losses are added up, or averaged.", ('"sum"', '"avg"'))
-    for unit in _units(self, recurse):
-        if not unit.local:
-            raise ConfigError("For 'set_reduce_op_type', the cells compute on DTensors.", unit.label,
-                              "Their loss is the global batch's, and gradients are those of one device.",
-                              "fully_shard(..., local_inputs=True), for cells of local tensors")
-    for unit in _units(self, recurse):
+    units = _units(self, recurse)
+    if others := [unit.label for unit in units if not unit.local]:
+        raise ConfigError("For 'set_reduce_op_type', the cells compute on DTensors.", others[0],
+                          "Their loss is the global batch's, and gradients are those of one device.",
+                          "fully_shard(..., local_inputs=True), for cells of local tensors")
+    for unit in units:
         unit.reduction.scale = 1 / unit.mesh.size() if reduce_op_type == "avg" else 1.0
 
 

@@ -95,8 +95,8 @@ class RoomMemory(Memory):
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, leaves: Callable[[], None]):
-        super().__init__(shapes)
-        self.dtype, self.count, self.leaves = dtype, max(self.starts[-1], 1), leaves
+        super().__init__(shapes, dtype)
+        self.leaves = leaves
         self.rooms: list[Room] = []
 
     def room(self) -> Room:
