@@ -4,6 +4,7 @@
 It keeps an operand that no op has computed (a constant; in a backward in two parts a leaf, too), and takes it again for any
 of the same values, as of another layer: memory that has gone since gives silently wrong gradients of the other operands.
 Ops on DTensors come here from `op_plan.py`. Local tensors of constants have a class that is asked when an op takes them.
+Not here: vectors, which ops write (running statistics): those have memory of their own (`parallel/sharding/call.py`).
 """
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from .held import PRODUCTS, holding
 from .op_call import op_name
 from .operands import local_alias, make
 
-SUMS = frozenset(("add", "sub", "bias_add"))  # of which it keeps no operand at all
-_LETS_GO = PRODUCTS | SUMS | {"grouped_matmul", "mul", "rms_norm", "group_norm"}  # those where a copy of a weight would cost
+# Of which it does not: those where a copy of a weight would cost.
+_LETS_GO = PRODUCTS | {"grouped_matmul", "add", "sub", "mul", "bias_add", "rms_norm", "group_norm"}
 
 
 def keeps(op: str, x: Tensor, given) -> bool:

@@ -24,7 +24,7 @@ from ..ops.local import run_local
 from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
-from .constants import SUMS, copied, keeps
+from .constants import copied, keeps
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
 from .held import PRODUCTS, holding
 from .memo import memo_of
@@ -249,15 +249,14 @@ class OpPlan:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         if lent is not None and grad:
-            read_of_lent(lent, out, self.view is not None and not cloned, self.op in SUMS)
+            read_of_lent(lent, out, self.view is not None and not cloned)
         if store is not None:
             store.computed(tensors, out)
         return out
 
 
-def read_of_lent(lent, out, view: bool, unread: bool = False) -> None:
-    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too.
-    `unread`: the backward does not read what lies there, so that may have been written."""
+def read_of_lent(lent, out, view: bool) -> None:
+    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too."""
     call, param = lent
     call.read.append(param.name)
     for x in out if out.__class__ in (tuple, list) else (out,):
@@ -265,7 +264,7 @@ def read_of_lent(lent, out, view: bool, unread: bool = False) -> None:
             memo_of(x).lent = lent
             x.__class__ = classes.UNSHARDED
         elif x._requires_grad and not x._is_leaf:
-            Tensor.register_hook(x, partial(call.enter, None if unread else param, memo_of(param).versioned))
+            Tensor.register_hook(x, partial(call.enter, param, memo_of(param).versioned))
 
 
 def _references(held) -> int:

@@ -122,7 +122,7 @@ def gradients_of_weights_wait_for_the_next_communication(world, grid):
         pay(self)
 
     def taking(self):
-        paid["by the gate"] += self._compute is not None
+        paid["by the gate"] += self.compute is not None
         return take(self)
     for wrap, again in sampled(((replicate, False), (fully_shard, False), (fully_shard, True)), 2):
         made = []

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from mindspore import Tensor, nn, ops
 
-from ...comm.packing import added, write
+from ...comm.packing import added, copy, write
 from ...core.tree import map_leaves
 from ...dispatch.cotangent import as_copy
 from ...dispatch.held import holding
@@ -25,7 +25,7 @@ from ...dispatch.operands import LAID_OUT, local_alias, wrap
 from ...dispatch.patches.gradients import in_this_gradient
 from ...dispatch.patches.recomputed import recomputing, sought, standing_in
 from ...errors import LayoutError, OpRuleError
-from ...internals.names import Function, NoFallbackGuard, executor, recording, set_requires_grad
+from ...internals.names import Function, NoFallbackGuard, executor, no_grad, recording, set_requires_grad
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
@@ -91,6 +91,7 @@ class Call:
         self.stands = bool(unit.standing)  # whether other tensors stand in the place of parameters
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
+        self.copied = set[int]()  # ids of frozen vectors, for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
         self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
@@ -207,6 +208,10 @@ class Call:
         """What stands for a cut parameter, in the unit's memory; its gradient goes to `node`, if it is asked for."""
         block, i = self.unit.place[key]
         held, layout = block.memory.tensor(i), block.whole[i]
+        if self.recorded and node is None and p.ndim < 2:  # statistics, say, which ops write, also before the backward
+            with no_grad():
+                held = copy(held)
+            self.copied.add(key)
         if node is None:
             set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
         elif self.holding is not None:
@@ -246,6 +251,8 @@ class Call:
         """What stood for a parameter was written."""
         key = id(x.inited_param)
         if key in self.unit.place:
+            if key in self.copied:
+                self.overwrite(x.inited_param, local_alias(x))
             block, i = self.unit.place[key]
             block.write_own(i)
         else:
@@ -261,6 +268,9 @@ class Call:
         key = id(x.inited_param)
         if key in self.unit.place:
             self.unit.unshard("forward", rooms=self.rooms)
+            if key in self.copied:
+                block, i = self.unit.place[key]
+                write(local_alias(x), block.memory.tensor(i))
         else:
             write(local_alias(x), local_alias(x.inited_param))
 

@@ -94,7 +94,7 @@ def _seen_as(layout: Layout, data: tuple[str, ...]) -> Layout | None:
 def stands_for(call: Call, p: Any, x: Tensor, layout: Layout) -> Tensor:
     """The local tensor `x`, connected or not, as cells see the parameter `p`; `layout`: how it lies on all axes."""
     seen = _seen_as(layout, call.unit.mesh.mesh_dim_names)
-    goes = id(p) in call.unit.place
+    goes = id(p) in call.unit.place and id(p) not in call.copied
     if seen is None:
         return constant(x) if goes and call.recorded and not x._requires_grad else x
     out = wrap(x, seen)

@@ -63,7 +63,7 @@ def lend(call: Call, stand_ins: dict[int, Tensor]) -> None:
     """What lies in the memory of the unit of `call`, and views of it, may be read while the unit has that; ops that read it
     ask the unit to, backward. `stand_ins`: by id of the parameter."""
     unit = call.unit
-    for w in () if unit.local else [w for k, w in stand_ins.items() if k in unit.place]:
+    for w in () if unit.local else [w for k, w in stand_ins.items() if k in unit.place and k not in call.copied]:
         lent = call, w.inited_param  # type: ignore[attr-defined]
         kin = None if w._memo is None else w._memo.kin
         for x in (w,) if kin is None else [x for ref in kin.members if (x := ref()) is not None]:
