@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands that MindSpore 2.10 keeps: where they lie in memory that goes, the op is given a copy. Nowhere else is it told.
+"""Operands that MindSpore 2.10 keeps: where they lie in memory that goes, or that an optimizer writes, the op is given a
+copy. Nowhere else is it told.
 
 It keeps an operand that no op has computed (a constant; in a backward in two parts a leaf, too), and takes it again for any
 of the same values, as of another layer: memory that has gone since gives silently wrong gradients of the other operands.

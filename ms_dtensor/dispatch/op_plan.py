@@ -204,7 +204,7 @@ class OpPlan:
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
         operands, parameter, lent = [], False, None
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
-            memo, own = getattr(x, "_memo", None), False
+            memo, own = getattr(x, "_memo", None), grad and x.__class__ is classes.GATED and keeps(self.op, x, tensors)
             if memo is not None:
                 if x.__class__ is classes.UNSHARDED and target is None:
                     own = grad and keeps(self.op, x, tensors)

@@ -144,6 +144,7 @@ NORMS = {"of one dim": lambda: nn.LayerNorm((4,)), "by its op": OwnNorm, "of two
 @cases(2, {
     "norms_of_equal_weights": ("of one dim", [("zbh1", md.fully_shard, words, False) for words in ["", "gamma"] * 2]),
     "norms_by_their_op": ("by its op", [("zbh1", way, "gamma beta", False) for way in (md.fully_shard, md.replicate)]),
+    "norms_that_an_optimizer_has_written": ("of one dim", [("zbh1", md.replicate, "", False)] * 2),
     "norms_over_two_dims": ("of two dims", [("zbh1", md.fully_shard, "gamma", False),
                                             ("1f1b", md.fully_shard, "gamma", True)])}, timeout=120)
 def norms(world, kind: str, rows) -> None:
@@ -166,4 +167,6 @@ def norms(world, kind: str, rows) -> None:
         want = one_device(net, False, x, t)
         for cell in net:
             wrap(cell, mesh=mesh["dp"])
-        right(KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn), want, "step", whole[1], args=whole[:1])
+        schedule = KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn)
+        right(schedule, want, "step", whole[1], args=whole[:1])
+        md.optim.SGD(schedule.params, 0.5)([p * 1 for p in schedule.params])
