@@ -367,6 +367,11 @@ def test_functions_run_again_where_no_parameters_are_gathered():
         gradients(md.fully_shard(Split(), mesh=one_rank()))
 
 
+def test_a_list_of_blocks_is_refused_by_what_it_is():
+    with pytest.raises(ConfigError, match="must be a Cell, but got list(.|\n)*pass the CellList of blocks"):
+        md.checkpoint_wrapper([nn.Dense(4, 4)])
+
+
 class CountedDense(nn.Dense):
     """Counts how often it ran."""
 

@@ -24,6 +24,7 @@ from .layouts import around_construct, check_ties, explained
 from .styles import ParallelStyle
 
 _told: list[str] = []  # the last table that was printed; of blocks that are dealt with one by one it is said once
+ELSEWHERE = "_ms_dtensor_elsewhere"  # cell attribute: it stands for one of another stage of a pipeline
 _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithLossCell`); a pattern need not spell it
 
 
@@ -49,8 +50,8 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         The same cell.
 
     Raises:
-        ConfigError: a pattern that matches no cell, a plan that is neither, a style that cannot cut its cell, or other
-            `constants`. All of this is found before any parameter is touched.
+        ConfigError: a pattern that matches no cell, nor one of another stage of a pipeline; a plan that is neither, a
+            style that cannot cut its cell, or other `constants`. All of this is found before any parameter is touched.
 
     Example:
         >>> import ms_dtensor as md
@@ -99,6 +100,7 @@ def _matched(module: nn.Cell, plan) -> list[tuple[str, ParallelStyle, dict[str, 
                           f"got {type(plan).__name__}.")
     cells = dict(module.cells_and_names())
     inner = {".".join(p for p in name.split(".") if p != _WRAPPED): cell for name, cell in cells.items()}
+    absent = [name for name, cell in inner.items() if getattr(cell, ELSEWHERE, False)]
     work = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -109,6 +111,9 @@ def _matched(module: nn.Cell, plan) -> list[tuple[str, ParallelStyle, dict[str, 
             found = {name: cell for name, cell in among.items() if _match(pattern, name)}
         else:  # thousands of exact patterns would each be compared with thousands of names
             found = {pattern: among[pattern]} if pattern in among else {}
+        found = {name: cell for name, cell in found.items() if not getattr(cell, ELSEWHERE, False)}
+        if not found and any(_match(".".join(pattern.split(".")[:name.count(".") + 1]), name) for name in absent):
+            continue  # it is for cells of another stage, or inside of one
         if not found:
             near = difflib.get_close_matches(pattern, inner, 2, 0.4)
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",

@@ -47,6 +47,10 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
         [True, False, True, False]
         >>> _ = md.checkpoint_wrapper(blocks, save=[mint.matmul, "redistribute"])
     """
+    if not isinstance(module, nn.Cell):
+        raise ConfigError(f"For 'checkpoint_wrapper', 'module' must be a Cell, but got {type(module).__name__}.", "",
+                          "A cell runs again, or each of a CellList.",
+                          ("pass the CellList of blocks", "for block in blocks: checkpoint_wrapper(block)"))
     if isinstance(policy, list | tuple | set | frozenset):
         policy, save = "full", policy if save is None else save
     keeps = _keeps(save)

@@ -17,9 +17,10 @@ from mindspore import Tensor, nn
 from ..core.tree import leaves
 from ..dispatch.operands import local_alias
 from ..dispatch.patches.recomputed import recomputing
-from ..errors import LayoutError
+from ..errors import DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..parallel.layouts import around_construct
+from ..parallel.module import ELSEWHERE
 
 _HOOKS = "_ms_dtensor_chain"  # cell attribute: the hooks of the last `pipeline` call that kept it
 
@@ -40,6 +41,7 @@ class Absent(nn.Cell):
     def __init__(self, path: str = ""):
         super().__init__()
         self.path = path
+        self.__dict__[ELSEWHERE] = True
         self.chain: Chain | None = None
 
     def __call__(self, *args, **kwargs):
@@ -67,10 +69,12 @@ class Chain:
 
     def __init__(self, module: nn.Cell, cells: Iterable[tuple[str, nn.Cell]], stages: dict[str, int], first: bool):
         self.stages, self.first, self.last, self.absent, self.at = stages, first, None, False, ""
+        self.missing: list[str] = []  # paths
         self.behind: list[tuple[str, nn.Cell]] = []  # that have no hook yet on what they return
         for path, cell in cells:
             if isinstance(cell, Absent):
                 cell.chain = self
+                self.missing.append(path)
                 continue
             for old in cell.__dict__.pop(_HOOKS, ()):
                 old.remove()
@@ -92,7 +96,14 @@ class Chain:
         def construct(cell, *args, **kwargs):
             self._hook_last()
             self.last, self.absent, self.at = args[0] if args else None, not self.first, ""
-            out = given(cell, *args, **kwargs)
+            try:
+                out = given(cell, *args, **kwargs)
+            except Exception as error:
+                if hasattr(error, "add_note") and not isinstance(error, DTensorError):  # those say what to do
+                    missing = ", ".join([*self.missing[:3], *(["..."] if self.missing[3:] else [])])
+                    error.add_note(f"this stage has not {missing}: in the place of a cell of another stage its first "
+                                   "argument is handed on, so several tensors go as one list or dict")
+                raise
             if self.absent:
                 self._same("", out)
             self.last = None

@@ -119,11 +119,12 @@ class Step:
             here = f"{self.at} on rank {self.schedule.group.rank_index} of the pipeline"
             if hasattr(error, "add_note"):
                 error.add_note(here)
+            said = [str(error).partition("\n")[0][:400], *getattr(error, "__notes__", [here])[:-1]]
             if not isinstance(error, PeerLost):  # who told this one, or died, tells everybody
                 self.schedule.everybody.give_up(PeerLost(
                     f"For '{type(self.schedule).__name__}.{what}', it was given up {here}.",
                     f"rank {self.schedule.group.backend.rank} (pid {os.getpid()}): {type(error).__name__}: "
-                    f"{str(error).partition(chr(10))[0][:400]}", "A step ends on all ranks, or on none.",
+                    f"{'; '.join(said)}", "A step ends on all ranks, or on none.",
                     ("look at that rank's log for the whole error", "catch it on all ranks: then the next step works")))
             self._drop()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
@@ -138,6 +138,41 @@ def a_swapped_action_is_named(world):
     told(CollectiveMismatch, "rank 1, place 3 is, to\n        rank 0: 1B1\n        rank 1: 1F2", lambda: schedule.step(
         Tensor(X), target=Tensor(T)))
     right(Schedule(schedule.stages.values(), 4, loss_fn, actions=order), one_device(filled(Net()), False), "after it")
+
+
+class Both(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Dense(4, 4)
+
+    def construct(self, x):
+        return self.up(x), x
+
+
+class Unpacked(nn.Cell):
+    """Takes apart what its first cell gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Both(), nn.Dense(4, 4)
+
+    def construct(self, x):
+        y, x = self.first(x)
+        return self.second(y)
+
+
+@case(2)
+def all_ranks_are_told_which_cells_a_stage_has_not(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = Schedule(pipeline(Unpacked(), mesh, split=["second"]), 2, loss_fn, actions=one_f_one_b(2, 2))
+    try:
+        schedule.step(Tensor(X), target=Tensor(T))
+    except (PeerLost, ValueError) as error:
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    assert "too many values to unpack" in said, said
+    if hasattr(BaseException, "add_note"):  # Python 3.10 has none
+        assert ("this stage has not first: in the place of a cell of another stage its first argument is handed on, so "
+                "several tensors go as one list or dict") in said, said
 
 
 cases(2, {"exceptions_of_two": (("1f1b", "zbh1"), ("F", "B", "W", "send", "receive", "end"), (None,), 2)}, 120)(struck)

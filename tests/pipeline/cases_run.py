@@ -207,7 +207,7 @@ def several_tensors_over_a_border(world):
 
 WAYS = {
     "tp": lambda stage, mesh: md.distribute_module(md.parallelize_module(stage, mesh["tp"], {
-        f"layers.{i}.{name}": style(use_local_output=False) for i, c in enumerate(stage.layers) if isinstance(c, Block)
+        f"layers.*.{name}": style(use_local_output=False)  # one plan for all stages, also where one has no block
         for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}), mesh["tp"]),
     "tp, recompute": lambda stage, mesh: (WAYS["tp"](stage, mesh), [
         md.checkpoint_wrapper(c, save=save) for c, save in zip(stage.layers, (None, [mint.tanh]) * 3)

@@ -9,6 +9,7 @@ import pytest
 from mindspore import nn
 
 import ms_dtensor as md
+from ms_dtensor.errors import ConfigError
 from ms_dtensor.pipeline.split import balanced
 
 
@@ -38,3 +39,16 @@ def test_an_embedding_costs_no_time():
     net = nn.SequentialCell(nn.Embedding(8, 4), *(nn.Dense(4, 4) for _ in range(4)), nn.Dense(4, 8))
     stages = md.pipeline.pipeline(net, md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), n_stages=2)
     assert [sum(isinstance(c, nn.Dense) for c in stage.module.cells()) for stage in stages] == [3, 2]
+
+
+def test_a_plan_of_the_model_fits_each_stage(capsys):
+    """What it says of cells of other stages, or of those inside of them, is passed over; a typing error is not."""
+    net = nn.SequentialCell(nn.SequentialCell(nn.Dense(4, 4)), nn.SequentialCell(nn.Dense(4, 4)), nn.Dense(4, 8))
+    mesh = md.init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
+    first, last = md.pipeline.pipeline(net, mesh["pp"], split=["2"])
+    for stage, there in ((first, ["0.0.weight", "1.0.weight"]), (last, ["2.weight"])):
+        md.parallelize_module(stage.module, mesh["tp"], {p: md.ColwiseParallel() for p in ("[01].0", "2")})
+        cut = [n for n, p in stage.module.parameters_and_names() if isinstance(p, md.DTensor) and n.endswith("weight")]
+        assert cut == there, cut
+    with pytest.raises(ConfigError, match=r"'1\.up' matches no cell"):
+        md.parallelize_module(first.module, mesh["tp"], {"1.up": md.ColwiseParallel()})
