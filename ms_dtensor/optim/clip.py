@@ -18,9 +18,10 @@ from mindspore import Tensor, mint, ops
 from ..comm.pretended import executing
 from ..core.mesh import DeviceMesh
 from ..errors import ConfigError, LayoutError
+from ..internals.host import host_array
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ._storage import CHUNK, layout_of, local_array, local_view
+from ._storage import CHUNK, layout_of, local_array
 
 STAGE = "_ms_dtensor_stage"  # attribute of a pipeline's parameter: whether it counts here; of a tied one, on one rank
 
@@ -162,12 +163,8 @@ def _scale(grads: list, factor: float) -> None:
         if empty or where in seen:
             continue
         seen.add(where)
-        view = local_view(grad)
-        if view is not None:
-            np.multiply(view, factor, out=view, casting="unsafe")
-        else:
-            with NoFallbackGuard():  # copy_ into a non-contiguous tensor silently changes nothing on CPU
-                Tensor.assign_value(grad, (grad * factor).contiguous())
+        array = host_array(grad, gaps=True)
+        np.multiply(array, factor, out=array, casting="unsafe")
 
 
 def _measure_there(grad, p: float) -> Tensor:
