@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random pipelines on real ranks against one device; ends with a line of JSON, fails if anything is wrong.
+
+    python -m tests.long.fuzz_pipeline [--ranks 2] [--first 0] [--programs 1000] [--minutes 10]
+    python -m tests.long.fuzz_pipeline --seeds 137,1173                these again
+
+Programs: `tests/fuzz/pipelines.py`. Compared are losses, every gradient, norms, and at the end parameters and buffers. What
+is planted in a forward or a backward has to reach all ranks, and the next step to be right. On four ranks most programs have
+data or tensor parallelism beside the pipeline. Each failing seed is printed with its program.
+"""
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import mindspore as ms  # noqa: E402
+import numpy as np  # noqa: E402
+from mindspore import Tensor, mint  # noqa: E402
+
+import ms_dtensor as md  # noqa: E402
+from ms_dtensor import comm  # noqa: E402
+from ms_dtensor.errors import CommError  # noqa: E402
+from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
+from ms_dtensor.pipeline import PipelineStage, pipeline  # noqa: E402
+from tests.fuzz.check import agreed  # noqa: E402
+from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros  # noqa: E402
+from tests.msrun import launch, report  # noqa: E402
+from tests.pipeline.cases_run import KINDS, style_of  # noqa: E402
+
+BAR = 1e-9
+LIMIT = 90  # seconds for one program; then every thread's stack is printed
+LOST_STEP = 3  # exit code
+
+
+def whole(x) -> np.ndarray:
+    return (x.full_tensor() if isinstance(x, md.DTensor) else x).asnumpy()
+
+
+def lay_out(program: Program, stage: PipelineStage, mesh: md.DeviceMesh) -> None:
+    module, how = stage.module, program.beside
+    links = {i: link for i, link in enumerate(module.layers) if isinstance(link, Link)}
+    if how == "tp":
+        md.parallelize_module(module, mesh["dp"], {
+            f"layers.{i}.{name}": style() for i, link in links.items() if link.kind == "mlp"
+            for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))})
+    for i, keeps in program.recomputed.items():
+        if i in links:
+            md.checkpoint_wrapper(links[i], save=[mint.tanh] if keeps else None)
+    if how in ("fully_shard", "kept"):
+        for cell in (*(links[i] for i in program.inner if i in links and list(links[i].get_parameters())), module):
+            md.fully_shard(cell, mesh=mesh["dp"], reshard_after_forward=how == "fully_shard")
+    elif how in ("replicate", "zero1"):
+        md.replicate(module, mesh=mesh["dp"], zero1=how == "zero1")
+
+
+class Judge:
+    """Runs a program on the ranks, and notes what differs from one device."""
+
+    def __init__(self, world, program: Program):
+        self.world, self.program, self.off = world, program, list[str]()
+        pp = world.size // 2 if program.beside else world.size
+        axes = {"pp": pp, "dp": 2} if program.beside else {"pp": pp}
+        mesh = md.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        spread = program.beside not in ("", "tp")  # whether each rank of the other axis has rows of its own
+        self.share, self.mine = (2, mesh["dp"].get_group().rank_index) if spread else (1, 0)
+        self.over, self.want = mesh["pp"], refer(program, self.share)
+        kind, v = KINDS[program.schedule]
+        stages = pipeline(Net(program), mesh["pp"], split=program.split, n_stages=pp * v, style=style_of(program.schedule))
+        for stage in stages:
+            lay_out(program, stage, mesh)
+        loss_fn = Loss()
+        self.schedule = kind(stages, program.m, md.replicate(loss_fn, mesh=mesh["dp"]) if spread else loss_fn)
+        self.updated = self.schedule.params
+        self.optimizer = optimizer_of(program, self.updated)
+        self.modules = [stage.module for stage in stages]
+        self.names = {id(p): n for module in self.modules for n, p in module.parameters_and_names()}
+
+    def same(self, got, right, what: str) -> None:
+        got, right = np.asarray(got), np.asarray(right)
+        off = np.abs(got - right).max(initial=0) if got.shape == right.shape else np.inf
+        if not off <= BAR * max(1, np.abs(right).max(initial=0)):
+            self.off.append(f"{what}: off by {off}")
+
+    def run(self) -> list[str]:
+        for number, (step, right) in enumerate(zip(self.program.steps, self.want)):
+            if step.kind in ("freeze", "write"):
+                for module in self.modules:
+                    change(self.program, module, step)
+                continue
+            *given, weights = batch(self.program, step, self.share)
+            rows = slice(self.mine * step.rows, (self.mine + 1) * step.rows)
+            x, t, mask = (None if a is None else Tensor(a[rows]) for a in given)
+            self.step(number, step, right, x, {"target": t, "weights": weights, **({} if mask is None else {"mask": mask})})
+            if step.kind != "raise" and any(agreed(self.world, "; ".join(self.off))):
+                return self.off
+        for name, p in ((n, p) for module in self.modules for n, p in module.parameters_and_names()):
+            if name in self.want[-1]:
+                self.same(whole(p), self.want[-1][name], f"at the end: {name}")
+        return self.off
+
+    def step(self, number: int, step, right, x, given) -> None:
+        if step.kind == "eval":
+            self.same(whole(self.schedule.eval(x, **given)), right[0], f"step {number}: evaluation")
+        elif step.kind == "raise":
+            self.raising(number, step, x, given)
+        else:
+            self.train(number, right, x, given)
+
+    def raising(self, number: int, step, x, given) -> None:
+        here = [link for module in self.modules if isinstance(link := module.layers[step.which], Link)]
+        for link in here:
+            link.fails = step.where
+        try:
+            self.schedule.step(x, **given)
+            self.off.append(f"step {number}: nothing was raised")
+        except (Planted, CommError) as e:
+            if here and not isinstance(e, Planted) and not self.program.beside:  # else a neighbour was first
+                self.off.append(f"step {number}: {type(e).__name__} where it was raised")
+        for link in here:
+            link.fails = ""
+
+    def train(self, number: int, right, x, given) -> None:
+        loss, grads = self.schedule.step(x, **given)
+        params, program = self.schedule.params, self.program
+        self.same(whole(loss), right[0], f"step {number}: loss")
+        if program.clips:
+            norm = clip_grad_norm_(zip(params, grads), .5, over=self.over)
+            self.same(norm, right[2], f"step {number}: norm")
+        firsts = {f"layers.{b}.up.weight": f"layers.{a}.up.weight" for a, b in program.ties} | (
+            {"head.weight": "embed.w"} if program.tied else {})
+        for p, g in zip(params, grads, strict=True):
+            name = firsts.get(self.names[id(p)], self.names[id(p)])
+            self.same(whole(g), right[1].get(name, np.zeros(p.shape)), f"step {number}: gradient of {name}")
+        if self.optimizer is not None:
+            of = {id(p): g for p, g in zip(params, grads)}
+            self.optimizer(tuple(of[id(p)] if id(p) in of else zeros(p) for p in self.updated))
+
+
+def run_ranks(job: dict) -> int:
+    """What each rank runs."""
+    faulthandler.enable()
+    world = comm.start("cpu")
+    ms.runtime.launch_blocking()
+    np.seterr(all="ignore")
+    began = time.monotonic()
+    for seed in job["seeds"]:
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        if agreed(world, "stop" if time.monotonic() - began > job["seconds"] else "")[0]:
+            break
+        program = generate(seed, world.size)
+        said = {"seed": seed, "program": str(program)}
+        try:
+            report({**said, "wrong": Judge(world, program).run()})
+            agreed(world, "")
+        except CommError as e:
+            report({**said, "lost": f"{type(e).__name__}: {str(e)[:1500]}"})
+            return LOST_STEP
+        except Exception as e:
+            report({**said, "raised": f"{type(e).__name__}: {str(e)[:1000]}\n{traceback.format_exc()[-1500:]}"})
+            return LOST_STEP
+    return 0
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", help="comma-separated; instead of a range")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        return run_ranks(json.loads(options.job))
+    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
+        list(range(options.first, options.first + options.programs))
+    done, found, limit = 0, Counter[str](), time.monotonic() + 60 * options.minutes
+    while seeds and (left := limit - time.monotonic()) > 0:
+        job = json.dumps({"seeds": seeds, "seconds": left})
+        outcome = launch("tests.long.fuzz_pipeline", options.ranks, ["--job", job], left + 120,
+                         env={"MS_DTENSOR_TIMEOUT": "20"})
+        told: dict[int, list[dict]] = {}
+        for line in (line for lines in outcome.reports for line in lines):
+            told.setdefault(line["seed"], []).append(line)
+        for lines in told.values():
+            worst = next((k for k in ("raised", "wrong", "lost") if any(line.get(k) for line in lines)), None)
+            if worst is not None:
+                found[worst] += 1
+                line = next(line for line in lines if line.get(worst))
+                print(f"{worst}: {line[worst]}\n  {line['program']}\n", flush=True)
+        if not told or outcome.failure is not None and not found:
+            print(outcome.failure)
+            found["ended"] += 1
+            break
+        done += len(told)
+        seeds = [s for s in seeds if s not in told]
+    print(json.dumps({"ranks": options.ranks, "programs": done, **found}))
+    return 1 if found or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slice of `tests/long/fuzz_pipeline.py`, the same programs every time; its judge sees a planted fault."""
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+
+from ms_dtensor.pipeline.schedule import Schedule
+from tests.cases import case
+from tests.fuzz.pipelines import Program, Step, generate
+from tests.long.fuzz_pipeline import Judge
+from tests.tiers import sampled
+
+
+def judged(world, programs) -> None:
+    with np.errstate(all="ignore"):
+        failed = [f"{program}\n  -> {off}" for program in programs if (off := Judge(world, program).run())]
+    assert not failed, "\n\n".join(failed)
+
+
+@case(2, timeout=120)
+def random_pipelines_are_one_devices(world):
+    judged(world, [generate(seed, 2) for seed in sampled(range(40), 5)])
+
+
+@case(4, timeout=120)
+def random_pipelines_beside_other_axes_are_one_devices(world):
+    judged(world, [generate(seed, 4) for seed in sampled(range(40), 7)])
+
+
+@case(2)
+def a_planted_fault_is_seen(world):
+    program = Program(0, ["dense", "dense"], ties=[(0, 1)], split=[["layers.0"], ["layers.1", "head"]],
+                      steps=[Step("train", 4, 1)])
+    judged(world, [program])
+    with mock.patch.object(Schedule, "_add_tied"):
+        off = Judge(world, program).run()
+    assert len(off) == 1 and "gradient of layers.0.up.weight" in off[0], off
