@@ -325,7 +325,7 @@ class Call:
                               f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like "
                               "write between a use and its backward would change the gradient.",
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
-        if recording():  # what this backward computes of the parameters reads them again, and no hook says when
+        if recording() and not recomputing.get():  # what is computed of them now reads them again, and no hook says when
             unit.differentiated = True
         if self in unit.entered and unit.has(self.rooms):
             return
