@@ -237,7 +237,7 @@ def generate(seed: int, ranks: int) -> Program:
     out.optimizer, out.clips, out.target, out.mask = one("", "sgd", "adamw"), chance(.3), chance(.7), chance(.5)
     # where a step is given up, statistics have moved for some microbatches
     kinds = ("train", "train", "train", "eval", "train" if {*STATS} & {*links} else "raise", "freeze", "write")
-    frozen = {*out.frozen}
+    frozen = {*out.frozen, *(i for pair in out.ties for i in pair)}  # or without its own weight: then no hook runs
     for _ in range(int(rng.integers(2, 5))):
         which = int(rng.integers(len(links)))
         where = one("forward", "backward") if links[which] == "hooked" and which not in frozen else "forward"
