@@ -21,12 +21,12 @@ def judged(world, programs) -> None:
 
 @case(2, timeout=120)
 def random_pipelines_are_one_devices(world):
-    judged(world, [generate(seed, 2) for seed in sampled(range(40), 5)])
+    judged(world, [generate(seed, 2) for seed in sampled(range(40), 8)])
 
 
 @case(4, timeout=120)
 def random_pipelines_beside_other_axes_are_one_devices(world):
-    judged(world, [generate(seed, 4) for seed in sampled(range(40), 7)])
+    judged(world, [generate(seed, 4) for seed in sampled(range(40), 13)])
 
 
 @case(2)
