@@ -147,7 +147,7 @@ def a_block_that_is_packed_together(world):
 @case(4, timeout=120)
 def sums_of_copies_lie_in_one_memory(world):
     """Over two axes: the sum of the shards is one all-reduce in place."""
-    @each(sampled((PLAIN, MIXED), 2, 1))
+    @each(sampled((PLAIN, MIXED), 2))
     def run(policy):
         want, _ = step(mesh_2d(), policy, {}, True, 0, True)
         with rehearsed(clock=False):
