@@ -76,9 +76,10 @@ def _grad(original):
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
         assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
         if outermost:
-            completed = iter(deliver(of, gradients))
-            out = map_leaves(lambda g: next(completed), out, Tensor)
-            gradients = leaves((out,), Tensor)
+            completed = deliver(of, gradients)
+            if completed is not gradients:
+                it, gradients = iter(completed), completed
+                out = map_leaves(lambda g: next(it), out, Tensor)
         if not outermost:  # it may be differentiated again
             recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
             out = map_leaves(lambda g: next(recorded), out, Tensor)
@@ -91,8 +92,11 @@ def _grad(original):
 
 
 def deliver(of: list, gradients: list) -> list:
-    """The gradients with what is owed of earlier backwards to parameters that this one has not reached."""
+    """The gradients with what is owed of earlier backwards to parameters that this one has not reached; where nobody owes
+    any, the list itself."""
     owners = {owner: None for x in of if (owner := x.__dict__.get(REDUCED_BY)) is not None}
+    if not owners:
+        return gradients
     given = {id(x): g for x, g in zip(of, gradients)}
     for owner in owners:
         owner.deliver(given)
@@ -122,11 +126,12 @@ def asked_for(param) -> bool:
 
 
 @contextmanager
-def _inside_a_backward() -> Iterator[None]:
-    """Inside runs a gradient, forward and backward, that a hook or an op of the backward under way takes: its end is not
-    the end of that one, which still needs what takes part in it."""
+def _taking_part(participants: Iterable = ()) -> Iterator[None]:
+    """Inside only these take part: a gradient that a hook or an op of a backward takes, forward and backward, has an end
+    that is not the end of the one under way, which still needs what takes part in that."""
     others = list(in_this_gradient)
     in_this_gradient.clear()
+    in_this_gradient.update(participants)
     try:
         yield
     finally:
@@ -248,20 +253,16 @@ def _clean(outermost: bool) -> None:
 @contextmanager
 def apart(participants: Iterable = ()) -> Iterator[list]:
     """Around a forward or a backward that is a recording's own (`dispatch/recording.py`); gives who takes part in it."""
-    others, inside = list(in_this_gradient), _apart.set(True)
-    in_this_gradient.clear()
-    in_this_gradient.update(participants)
-    mine: list = []
-    try:
-        yield mine
-        mine += in_this_gradient
-    except BaseException:
-        _clean(True)
-        raise
-    finally:
-        _apart.reset(inside)
-        in_this_gradient.clear()
-        in_this_gradient.update(others)
+    inside, mine = _apart.set(True), list[Any]()
+    with _taking_part(participants):
+        try:
+            yield mine
+            mine += in_this_gradient
+        except BaseException:
+            _clean(True)
+            raise
+        finally:
+            _apart.reset(inside)
 
 
 @contextmanager
@@ -309,7 +310,7 @@ def _wrapped(original):
             given = [weights] if isinstance(weights, Tensor) else weights
             now = None if given is None else [current(p) for p in given]
             of = None if unsaid else _differentiated(fn, operation, now, told.get("grad_position", 0), inputs)
-            with _seeking(of), _inside_a_backward() if _asked and not recording() else nullcontext():
+            with _seeking(of), _taking_part() if _asked and not recording() else nullcontext():
                 return out(*args, **kwargs)
         return gradient
     return wrap
