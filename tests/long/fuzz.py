@@ -9,7 +9,6 @@ launch that ends early costs the program it was in; the next launch goes on behi
 """
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.fuzz.command import parser_of, seeds_of  # noqa: E402
 from tests.msrun import Outcome, launch  # noqa: E402
 
 
@@ -33,15 +33,8 @@ def died_in(outcome: Outcome) -> int | None:
 
 def main() -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, choices=(4, 8))
-    parser.add_argument("--programs", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seeds", help="comma-separated; instead of a range")
-    parser.add_argument("--minutes", type=float, default=10)
-    options = parser.parse_args()
-    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
-        list(range(options.first, options.first + options.programs))
+    options = parser_of(__doc__, 4, 500, only=(4, 8)).parse_args()
+    seeds = seeds_of(options)
     began, done, died = time.monotonic(), {}, []
     limit = began + 60 * options.minutes
     while seeds and (left := limit - time.monotonic()) > 0:

@@ -30,18 +30,15 @@ from ms_dtensor import comm  # noqa: E402
 from ms_dtensor.errors import CommError  # noqa: E402
 from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
 from ms_dtensor.pipeline import PipelineStage, pipeline  # noqa: E402
+from tests.dist.support import array  # noqa: E402
 from tests.fuzz.check import agreed  # noqa: E402
+from tests.fuzz.command import parser_of, seeds_of  # noqa: E402
 from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros  # noqa: E402
+from tests.fuzz.sharding.ranks import LIMIT, LOST_STEP  # noqa: E402
 from tests.msrun import launch, report  # noqa: E402
 from tests.pipeline.cases_run import KINDS, style_of  # noqa: E402
 
 BAR = 1e-9
-LIMIT = 90  # seconds for one program; then every thread's stack is printed
-LOST_STEP = 3  # exit code
-
-
-def whole(x) -> np.ndarray:
-    return (x.full_tensor() if isinstance(x, md.DTensor) else x).asnumpy()
 
 
 def lay_out(program: Program, stage: PipelineStage, mesh: md.DeviceMesh) -> None:
@@ -103,12 +100,12 @@ class Judge:
                 return self.off
         for name, p in ((n, p) for module in self.modules for n, p in module.parameters_and_names()):
             if name in self.want[-1]:
-                self.same(whole(p), self.want[-1][name], f"at the end: {name}")
+                self.same(array(p), self.want[-1][name], f"at the end: {name}")
         return self.off
 
     def step(self, number: int, step, right, x, given) -> None:
         if step.kind == "eval":
-            self.same(whole(self.schedule.eval(x, **given)), right[0], f"step {number}: evaluation")
+            self.same(array(self.schedule.eval(x, **given)), right[0], f"step {number}: evaluation")
         elif step.kind == "raise":
             self.raising(number, step, x, given)
         else:
@@ -130,7 +127,7 @@ class Judge:
     def train(self, number: int, right, x, given) -> None:
         loss, grads = self.schedule.step(x, **given)
         params, program = self.schedule.params, self.program
-        self.same(whole(loss), right[0], f"step {number}: loss")
+        self.same(array(loss), right[0], f"step {number}: loss")
         if program.clips:
             norm = clip_grad_norm_(zip(params, grads), .5, over=self.over)
             self.same(norm, right[2], f"step {number}: norm")
@@ -138,7 +135,7 @@ class Judge:
             {"head.weight": "embed.w"} if program.tied else {})
         for p, g in zip(params, grads, strict=True):
             name = firsts.get(self.names[id(p)], self.names[id(p)])
-            self.same(whole(g), right[1].get(name, np.zeros(p.shape)), f"step {number}: gradient of {name}")
+            self.same(array(g), right[1].get(name, np.zeros(p.shape)), f"step {number}: gradient of {name}")
         if self.optimizer is not None:
             of = {id(p): g for p, g in zip(params, grads)}
             self.optimizer(tuple(of[id(p)] if id(p) in of else zeros(p) for p in self.updated))
@@ -171,18 +168,12 @@ def run_ranks(job: dict) -> int:
 
 def main() -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seeds", help="comma-separated; instead of a range")
-    parser.add_argument("--minutes", type=float, default=10)
+    parser = parser_of(__doc__, 2, 1000)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         return run_ranks(json.loads(options.job))
-    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
-        list(range(options.first, options.first + options.programs))
+    seeds = seeds_of(options)
     done, found, limit = 0, Counter[str](), time.monotonic() + 60 * options.minutes
     while seeds and (left := limit - time.monotonic()) > 0:
         job = json.dumps({"seeds": seeds, "seconds": left})

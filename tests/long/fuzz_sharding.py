@@ -12,7 +12,6 @@ With --differs the only right end is a `CollectiveMismatch` on all ranks.
 """
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.fuzz.command import parser_of, seeds_of  # noqa: E402
 from tests.fuzz.sharding.programs import TRAITS  # noqa: E402
 from tests.msrun import launch  # noqa: E402
 
@@ -30,17 +30,11 @@ SHOWN = 6  # programs of a class that are printed
 
 def main() -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seeds", help="comma-separated; instead of a range")
-    parser.add_argument("--minutes", type=float, default=10)
+    parser = parser_of(__doc__, 2, 2000)
     parser.add_argument("--differs", action="store_true", help="one rank's last step is another")
     parser.add_argument("--without", default="", help="comma-separated traits to leave out: " + ", ".join(TRAITS))
     options = parser.parse_args()
-    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
-        list(range(options.first, options.first + options.programs))
+    seeds = seeds_of(options)
     began, done, wrong, amiss = time.monotonic(), 0, [], 0
     stopped: Counter = Counter()
     limit = began + 60 * options.minutes

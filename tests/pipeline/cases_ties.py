@@ -2,7 +2,6 @@
 """Weights that several stages share: whose gradients are whose, and what is frozen."""
 from __future__ import annotations
 
-import mindspore as ms
 from mindspore import Tensor, nn
 
 import ms_dtensor as md
@@ -11,7 +10,7 @@ from ms_dtensor.errors import CollectiveMismatch
 from ms_dtensor.pipeline import pipeline
 from tests.cases import case
 from tests.dist.support import each, refusal
-from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn, style_of
+from tests.pipeline.cases_run import KINDS, T, X, loss_fn, one_device, right, style_of
 from tests.sharding.support import filled
 
 
@@ -25,15 +24,9 @@ def four(*ties: tuple[int, int]) -> nn.Cell:
 
 def stepped(schedule, net, ties, what: str) -> None:
     """A step against one device, whose names of tied weights are the first's."""
-    trained = {n: p for n, p in net.parameters_and_names() if p.requires_grad}
-    value, grads = ms.value_and_grad(lambda: loss_fn(net(Tensor(X)), Tensor(T)), None, list(trained.values()))()
-    want = dict(zip(trained, grads))
-    want |= {f"{b}.weight": want[f"{a}.weight"] for a, b in ties if f"{a}.weight" in want}
-    loss, mine = schedule.step(Tensor(X), target=Tensor(T))
-    close(loss, value.asnumpy(), f"{what}: loss")
-    names = {id(p): n for s in schedule.stages.values() for n, p in s.module.parameters_and_names()}
-    for p, g in zip(schedule.params, mine, strict=True):
-        close(g, want[names[id(p)]].asnumpy(), f"{what}: {names[id(p)]}", 2e-6)
+    loss, grads = one_device(net, False)
+    again = {f"{b}.weight": grads[f"{a}.weight"] for a, b in ties if f"{a}.weight" in grads}
+    right(schedule, (loss, grads | again), what, bar=1e-6)
 
 
 @case(2)
