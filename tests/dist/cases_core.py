@@ -8,14 +8,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-import ms_dtensor as md
 import ms_dtensor.dispatch.planner as planning
 from ms_dtensor import DTensor, Layout, comm, distribute_tensor, value_and_grad
 from ms_dtensor.dispatch.dispatcher import clear_cache
-from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
 from tests.dist.operands import P, R, S, data, mesh_1d, placed
-from tests.dist.support import array, check_against_one_device, counted, equal, refusal, refused_alike, same_on_all_ranks
+from tests.dist.support import check_against_one_device, counted, equal, refusal
 from tests.test_shard_kinds import Backwards
 from tests.tiers import sampled
 
@@ -222,42 +220,12 @@ def a_leaf_used_twice_gets_both_gradients(world, grid):
     check_against_one_device(twice, tensors, [(S(0), R), (R, R)], grid)
 
 
-def maximum_over_shards_keeps_its_gradient(world, grid):
-    x = data(50, 5, 7)
-    check_against_one_device(lambda t: (ops.amax(t, 1, True) * t).sum(), [x], [(S(0), S(1))], grid)
-    check_against_one_device(lambda t: mint.max(t), [x], [(S(0), S(1))], grid)
-
-
 def losses_of_any_layout_are_seeded_right(world, line):
     x = data(60, 6, 4)
     dx = placed(x, line, S(0))
     for fn in (lambda t: (t * t).sum(), lambda t: (t * t).mean(), lambda t: (t * t).sum(1), lambda t: mint.max(t)):
         grad = value_and_grad(fn, 0)(dx)[1]
         equal(grad, ms.grad(fn)(x))
-
-
-def scalars_are_global_on_all_ranks(world, grid):
-    x = Tensor(np.arange(24, dtype=np.float32).reshape(6, 4))
-    dx = placed(x, grid, S(0), S(1))
-    assert dx.sum().item() == 276.0 and float(dx.max()) == 23.0 and dx.mean().item() == 11.5
-    assert bool((dx > 20).any()) and not bool((dx > 23).any()) and not bool((dx > 0).all())
-    assert int(mint.sum(dx)) == 276 and f"{dx.sum():.1f}" == "276.0"
-    one = placed(Tensor(np.float32([7])), grid, S(0), R)
-    assert one.item() == 7.0
-    for wrong in (lambda: dx.asnumpy(), lambda: dx.tolist(), lambda: np.asarray(dx), lambda: dx.item()):
-        refused_alike(world, wrong)
-
-
-def indexing_is_global(world, grid):
-    x = data(70, 6, 5, 4)
-    n = x.asnumpy()
-    for placements in ((S(0), S(1)), (S(2), R), (R, S(0))):
-        dx = placed(x, grid, *placements)
-        for index in (0, -1, (slice(1, 4),), (slice(None), 2), (..., 1), (slice(None, None, 2), ..., slice(1, 3)),
-                      (None, 3), (2, slice(None), None), ([0, 4, 1],)):
-            equal(dx[index], n[index], f"{placements} {index}")
-        assert len(dx) == 6 and len(list(dx)) == 6
-        refusal(lambda: dx[6], IndexError)
 
 
 def lookups_in_a_sharded_table_are_masked(world, grid):
@@ -278,56 +246,6 @@ def whose_data_is_the_truth(world, grid):
         own = placed(mine, grid, S(0), R)
     lo, hi = own.layout.local_box()[0]
     equal(own.to_local(), mine.asnumpy()[lo:hi], "its own")
-
-
-def refusals_read_alike_and_lose_nothing(world, grid):
-    x = placed(data(100, 4, 4), grid, S(0), R)
-    plain = data(101, 4, 4)
-    cases = [
-        (MixedOperandError, lambda: x + plain), (MixedOperandError, lambda: plain + x),
-        (MixedOperandError, lambda: Parameter(plain, name="w") * x), (OpRuleError, lambda: ops.nonzero(x)),
-        (LayoutError, lambda: x.redistribute(placements=[S(0)])),
-        (LayoutError, lambda: x.redistribute(placements=[S(2), R])),
-        (RedistributeError, lambda: x.redistribute(placements=[P, R])),
-        (LayoutError, lambda: distribute_tensor(plain, grid, [P, R])),
-        (LayoutError, lambda: distribute_tensor(plain, grid, ("dp", "dp"))),
-        (LayoutError, lambda: DTensor.from_local(x, grid)),
-        (OpRuleError, lambda: x.reshape(3, 5)),
-    ]
-    for kind, wrong in cases:
-        refused_alike(world, wrong, kind)
-    equal(x + x, data(100, 4, 4) * 2, "still usable")
-
-
-def plain_tensors_mix_in_only_when_told(world, grid):
-    x, w = data(110, 4, 6), data(111, 6)
-    dx = placed(x, grid, S(0), S(1))
-    with md.implicit_replication():
-        equal(dx * w, x * w)
-        equal(w * dx, x * w)
-    equal(dx * Tensor(np.float32(3)), x * 3, "0-d constants are replicated")
-    equal(np.float32(2) * dx, x * 2)
-
-
-def implicit_communication_can_be_forbidden(world, line):
-    x = placed(data(120, 8, 8), line, S(1))
-    equal(mint.softmax(x, -1), mint.softmax(data(120, 8, 8), -1))
-    with md.redistribution_policy("explicit"), counted() as count:
-        text = refusal(lambda: mint.softmax(x, -1), ImplicitCommError)
-        x.redistribute(placements=[R])
-    assert "redistribute(" in text and sum(count.values()) == 1
-    same_on_all_ranks(world, text)
-
-
-def parameters_are_parameters(world, grid):
-    p = Parameter(placed(data(130, 6, 4), grid, R, S(0)), name="w", requires_grad=True)
-    assert isinstance(p, DTensor) and isinstance(p, Parameter) and p.name == "w" and p.shape == (6, 4)
-    assert p.local_shape == (3, 4) and "f32[6@tp, 4]" in repr(p)
-    import copy
-    import pickle
-    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
-        assert isinstance(twin, DTensor) and isinstance(twin, Parameter) and twin.layout is p.layout and twin.name == "w"
-        equal(twin, array(p))
 
 
 def to_local_gives_and_takes_in_the_right_layout(world, line):

@@ -144,24 +144,6 @@ def a_norm_of_large_or_spoiled_gradients_is_one_devices_on_every_rank(world, gri
     equal(grad, x / np.linalg.norm(x))
 
 
-def random_numbers_agree_on_real_ranks(world, grid):
-    md.manual_seed(5)
-    for placements in ([S(0), S(1)], [S(0), S(0)], [R, S(1)]):
-        md.manual_seed(5)
-        x = md.randn((5, 3), grid, placements)
-        y = mint.nn.functional.dropout(x, 0.5)
-        state = md.get_rng_state()
-        if placements[0] is R:
-            everyone = grid.get_group(0).all_gather_object(x.to_local().asnumpy().tolist())
-            assert everyone[0] == everyone[1]
-        full = array(x), array(y)
-        md.manual_seed(5)
-        whole = md.randn((5, 3), grid, [R, R])
-        assert np.array_equal(array(whole), full[0])
-        assert np.array_equal(array(mint.nn.functional.dropout(whole, 0.5)), full[1])
-        assert md.get_rng_state() == state
-
-
 def seeds_that_differ_are_refused_on_all_ranks(world, grid):
     x = data(3, 6, 5)
     y = distribute_tensor(x, grid, [S(0), R], src_data_rank=None)

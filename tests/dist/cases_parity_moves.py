@@ -9,11 +9,11 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Layout, Partial, local_map, redistribution_policy, value_and_grad
+from ms_dtensor import DTensor, Layout, Partial, local_map, value_and_grad
 from ms_dtensor.compat.torch_names import register_sharding
-from ms_dtensor.errors import ImplicitCommError, LayoutError, RedistributeError
+from ms_dtensor.errors import LayoutError, RedistributeError
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
+from tests.dist.support import counted, equal, refusal, refused_alike
 
 SIZES = [((12, 3), 0), ((13, 3), 0), ((14, 3), 0), ((3, 12), 1), ((3, 13), 1), ((3, 14), 1)]
 
@@ -122,17 +122,6 @@ def an_axis_of_one_rank_needs_no_communication(world):
         assert out.placements == (S(0), dst)
 
 
-def every_source_reaches_every_target_on_two_axes(world):
-    options = (R, S(0), S(1))
-    whole = data(1, 16, 24)
-    for src in itertools.product((*options, P), repeat=2):
-        plain = placed(whole, mesh_2d(), *[R if p.is_partial() else p for p in src])
-        x = DTensor.from_local(plain.to_local(), mesh_2d(), src)
-        times = 2.0 ** sum(p.is_partial() for p in src)
-        for dst in itertools.product(options, repeat=2):
-            equal(x.redistribute(placements=dst), whole * times, f"{src} -> {dst}")
-
-
 def the_order_of_axes_on_one_dim_is_kept_and_undone(world):
     for shape in ((16, 8), (17, 5)):
         whole = data(1, *shape).asnumpy()
@@ -150,17 +139,6 @@ def complex_numbers_move_too(world):
     x = placed(Tensor(whole), mesh_1d(), S(0))
     np.testing.assert_array_equal(x.redistribute(placements=[R]).to_local().asnumpy(), whole)
     np.testing.assert_array_equal(x.redistribute(placements=[S(1)]).full_tensor().asnumpy(), whole)
-
-
-def implicit_moves_can_be_made_an_error(world):
-    a = placed(data(1, 8, 8), mesh_1d(), S(0))
-    b = placed(data(2, 8, 8), mesh_1d(), S(1))
-    with redistribution_policy("explicit"):
-        for wrong in (lambda: mint.matmul(b, a.redistribute(placements=[S(1)])), lambda: a + b):
-            same_on_all_ranks(world, refusal(wrong, ImplicitCommError))
-        mint.matmul(a, b.redistribute(placements=[R]))
-        with redistribution_policy("auto"):
-            equal(a + b, data(1, 8, 8) + data(2, 8, 8))
 
 
 # -- local_map -----------------------------------------------------------------------------------------------------------
@@ -235,13 +213,6 @@ def in_grad_placements_say_how_cotangents_lie(world):
             got = value_and_grad(lambda a, b, f=fn: (f(a, b) ** 2).sum(), (0, 1))(x, w)[1]
             equal(got, want)
             assert got[0].placements == tuple(lies) and got[1].placements == (R,)
-
-
-def the_gradient_of_a_replicated_weight_is_whole_though_nobody_reduced_it(world):
-    """PyTorch's users must all-reduce in the function, or say so with in_grad_placements; here it is inferred."""
-    x, w = _lying([S(0)], [R])
-    got = value_and_grad(lambda b: (local_map(mint.matmul, [S(0)], ([S(0)], [R]))(x, b) ** 2).sum(), 0)(w)[1]
-    equal(got, ms.grad(lambda b: (mint.matmul(X, b) ** 2).sum())(W))
 
 
 def inputs_on_different_meshes_are_brought_to_one_first(world):

@@ -183,6 +183,7 @@ def patterns_have_wildcards_per_level(world):
         net = parallelize_module(nn.SequentialCell(Mlp("nn"), Mlp("nn")), mesh_1d(), {pattern: ColwiseParallel()})
         assert net[0].up.weight.placements == net[1].up.weight.placements == (S(0),)
         assert not isinstance(net[0].down.weight, DTensor)
+    assert "did you mean 'up'" in refusal(lambda: parallelize_module(Mlp("nn"), mesh_1d(), {"upp": ColwiseParallel()}), ConfigError)
     for pattern in ("up", "*.*.up", "2.up"):
         assert "matches no cell" in refusal(lambda: parallelize_module(nn.SequentialCell(Mlp("nn")), mesh_1d(), {pattern: ColwiseParallel()}), ConfigError)
 

@@ -13,7 +13,7 @@ from ms_dtensor import DeviceMesh, DTensor, Layout, distribute_module, distribut
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
 from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import array, counted, equal, refusal, refused_alike
+from tests.dist.support import counted, equal, refusal, refused_alike
 
 
 def stack(n):
@@ -53,14 +53,6 @@ def distributing_keeps_requires_grad_and_makes_a_leaf(world):
 def another_rank_may_be_the_truth(world):
     for placements in ([S(0)], [S(1)], [R]):
         equal(distribute_tensor(data(world.rank, 12, 12), mesh_1d(), placements, src_data_rank=1), data(1, 12, 12))
-
-
-def uneven_shards_are_chunks(world):
-    for shape, dim in (((13, 3, 3), 0), ((14, 3, 3), 0), ((3, 13, 3), 1), ((3, 14, 3), 1), ((3, 3, 13), 2), ((3, 3, 14), 2)):
-        x = data(1, *shape)
-        dx = distribute_tensor(x, mesh_1d(), [S(dim)])
-        assert dx.shape == shape
-        equal(dx.to_local(), chunks(x.asnumpy(), 4, dim)[world.rank])
 
 
 # -- api: distribute_module ----------------------------------------------------------------------------------------------
@@ -141,12 +133,6 @@ def a_partial_cotangent_of_a_gathered_value_is_reduce_scattered(world):
     equal(g, np.full((8, 3), 4, np.float32))
 
 
-def full_tensor_is_plain_and_whole(world):
-    out = distribute_tensor(data(1, 8, 3), mesh_1d(), [S(0)]).full_tensor()
-    assert type(out) is Tensor
-    equal(out, data(1, 8, 3))
-
-
 def full_tensor_takes_the_cotangents_layout(world):
     x = distribute_tensor(ops.ones((8, 3)), mesh_1d(), [S(0)])
     for hint, scale in (([P], 4), (None, 1)):
@@ -188,13 +174,6 @@ def shapes_on_meshes_of_two_and_three_axes(world):
     cube = init_device_mesh("cpu", (2, 2, 1))
     assert DTensor.from_local(data(1, 3, 3, 3), cube, [S(0), S(1), S(2)]).shape == (6, 6, 3)
     assert DTensor.from_local(data(1, 3, 3, 3), cube, [S(0), S(0), S(2)]).shape == (12, 3, 3)
-
-
-def offsets_of_local_shards(world):
-    dp, tp = mesh_2d().get_coordinate()
-    for placements, offset in (([S(0), R], (6 * dp, 0)), ([S(1), R], (0, 6 * dp)), ([R, S(0)], (6 * tp, 0)),
-                               ([R, S(1)], (0, 6 * tp))):
-        assert distribute_tensor(data(1, 12, 12), mesh_2d(), placements).layout.local_offset() == offset
 
 
 def _some():
@@ -251,14 +230,6 @@ def run_check_keeps_gradients_and_takes_replicas_from_coordinate_0(world):
     equal(grad, np.full((3, 3), 6, np.float32))
 
 
-def tensors_smaller_than_the_axis_leave_ranks_empty(world):
-    for n in range(9):
-        x = Tensor(np.arange(n, dtype=np.float32))
-        part = placed(x, mesh_1d(), S(0))
-        np.testing.assert_array_equal(part.to_local().asnumpy(), chunks(x.asnumpy(), 4, 0)[world.rank])
-        np.testing.assert_array_equal(array(part), x.asnumpy())
-
-
 # -- init ----------------------------------------------------------------------------------------------------------------
 def constant_initialisers_write_the_shard(world):
     x = md_init.constant_(DTensor.from_local(data(1, 8, 4), mesh_1d(), [S(0)]), 2.4)
@@ -285,16 +256,6 @@ def zeros_on_some_of_the_ranks(world):
 
 
 # -- utils ---------------------------------------------------------------------------------------------------------------
-def local_shape_and_offset_cut_the_global_tensor(world, grid):
-    for placements in ((S(0), S(0)), (S(0), S(1)), (S(0), R), (S(1), S(1)), (S(1), R), (R, R)):
-        for rows in range(1, 9):
-            n = 64 // rows * rows
-            x = Tensor(np.arange(n, dtype=np.float32).reshape(rows, -1))
-            part = placed(x, grid, *placements)
-            at, size = part.layout.local_offset(), part.layout.local_shape()
-            np.testing.assert_array_equal(part.to_local().asnumpy(), x.asnumpy()[at[0]:at[0] + size[0], at[1]:at[1] + size[1]])
-
-
 def two_axes_may_cut_one_dim_in_either_order(world):
     dp, tp = mesh_2d().get_coordinate()
     for shape, sizes in (((8, 2), [2, 2, 2, 2]), ((15, 5), [4, 4, 4, 3])):

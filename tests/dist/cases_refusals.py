@@ -47,8 +47,6 @@ class Bench:
         self.x = placed(self.plain, self.mesh, S(0))
         self.cols = placed(self.plain, self.mesh, S(1))
         self.part = DTensor.from_local(self.plain, self.mesh, [P])
-        self.one = placed(data(2, 1, 1), self.mesh, S(0))
-        self.uneven = placed(data(3, 7, 4), self.mesh, S(0))
         self.net = Two()
 
     def styled(self, style, cell="a"):
@@ -64,15 +62,6 @@ class Bench:
 def _cell_usable(b):
     equal(b.styled(ColwiseParallel(use_local_output=False)).a(distribute_tensor(b.plain, b.mesh, src_data_rank=None)).sum(1)
           .full_tensor() * 0, np.zeros(8, np.float32))
-
-
-def _explicit(call):
-    with md.redistribution_policy("explicit"):
-        return call()
-
-
-def _never(*args):
-    raise AssertionError("the function ran")
 
 
 def _in_loss(call):
@@ -158,21 +147,6 @@ TABLE = [
     ("two meshes", OpRuleError, lambda b: b.x + distribute_tensor(b.plain, b.two, src_data_rank=None)),
     ("a shape that does not fit", OpRuleError, lambda b: b.x.reshape((5, 5))),
     ("a mask whose result nobody knows", OpRuleError, lambda b: b.x[b.x > 0]),
-    ("the explicit policy", ImplicitCommError, lambda b: _explicit(lambda: b.x + b.cols)),
-    ("explicit: item of a summand", ImplicitCommError, lambda b: _explicit(lambda: b.x.sum().item())),
-    ("explicit: item of a shard", ImplicitCommError, lambda b: _explicit(lambda: b.one.item())),
-    ("explicit: a number", ImplicitCommError, lambda b: _explicit(lambda: float(b.x.sum()))),
-    ("explicit: a truth", ImplicitCommError, lambda b: _explicit(lambda: bool(b.one))),
-    ("explicit: a formatted number", ImplicitCommError, lambda b: _explicit(lambda: f"{b.x.sum():.3f}")),
-    ("explicit: a maximum's gradient", ImplicitCommError,
-     lambda b: _explicit(lambda: md.grad(lambda t: t.max(), 0)(b.x))),
-    ("explicit: maxima's gradient", ImplicitCommError,
-     lambda b: _explicit(lambda: md.grad(lambda t: mint.amax(t, 0).sum(), 0)(b.x))),
-    ("explicit: local_map moves", ImplicitCommError,
-     lambda b: _explicit(lambda: local_map(_never, [S(0)], ([S(0)],), redistribute_inputs=True)(b.cols))),
-    ("explicit: local_map compares shapes", ImplicitCommError,
-     lambda b: _explicit(lambda: local_map(_never, [S(0)], ([S(0)],))(b.uneven))),
-    ("explicit: set_data moves", ImplicitCommError, lambda b: _explicit(lambda: Parameter(b.x, name="w").set_data(b.cols))),
     ("an unknown policy", ConfigError, lambda b: md.redistribution_policy("loud")),
     ("no_skip of no op", ConfigError, lambda b: md.SkipDTensorDispatch({"matmull"})),
     ("gathering inside loss_parallel", ImplicitCommError, lambda b: _in_loss(lambda: mint.sort(b.cols, dim=1))),

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, comm, distribute_tensor, parallelize_module, value_and_grad
-from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.errors import CollectiveMismatch, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, check_against_one_device, counted, equal, refusal, same_on_all_ranks
@@ -72,18 +72,6 @@ def equality_asks_the_ranks_of_the_mesh(world):
 # -- writes ---------------------------------------------------------------------------------------------------------
 
 
-def _wrote(change, x: Tensor, mesh, placements, what: str) -> None:
-    """`change` on shards: the one-device result, or an error before anything was written."""
-    wanted = x.asnumpy().copy()
-    change(wanted)
-    dx = placed(x, mesh, *placements)
-    try:
-        change(dx)
-    except DTensorError:
-        wanted = x.asnumpy()
-    equal(dx, wanted, f"{what} {placements}")
-
-
 def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
     """A sibling that is a copy here: `c = x[2:7]` was gathered, `x[:, 1:3][:] = -1` writes into the storage of `x`."""
     x = distribute_tensor(data(1, 8, 5), line, [S(0)])
@@ -101,73 +89,6 @@ def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
     scalar = x[3, 3].clone()
     scalar[...] = 7.0
     assert scalar.shape == () and scalar.item() == 7.0
-
-
-def writes_through_a_view_of_a_sharded_dim(world, grid):
-    """Peer: `y = x[1:3]; y.zero_()` writes into a gathered copy; x stays as it was."""
-    x = data(1, 6, 5, 4)
-
-    def zero(t):
-        if isinstance(t, np.ndarray):
-            t[...] = 0
-        else:
-            t.zero_()
-
-    def double(t):
-        if isinstance(t, np.ndarray):
-            t *= 2
-        else:
-            t.mul_(2)
-
-    def added(t):
-        t[2:, 1:3] += 1
-
-    changes = {
-        "x[1:3].zero_()": lambda t: zero(t[1:3]), "x[0].mul_(2)": lambda t: double(t[0]),
-        "x[:, 1:4].mul_(2)": lambda t: double(t[:, 1:4]), "x[..., -1].zero_()": lambda t: zero(t[..., -1]),
-        "x.reshape(-1).zero_()": lambda t: zero(t.reshape(-1)),
-        "transposed": lambda t: double(t.transpose(2, 0, 1)),
-        "x[2:, 1:3] += 1": added,
-        "x[2][1].zero_()": lambda t: zero(t[2][1]), "x[None, 1:2].mul_(2)": lambda t: double(t[None, 1:2]),
-    }
-    for placements in ((R, S(0)), (S(0), S(1)), (S(2), R), (S(0), S(0)), (R, R)):
-        for what, change in changes.items():
-            _wrote(change, x, grid, placements, what)
-
-
-def writes_by_index(world, grid):
-    """Peer: `x[1:3] = 0` and `x[:, 0] = 5` raise without a way out."""
-    x = data(2, 6, 5)
-
-    def rows(t):
-        t[1:3] = 0
-
-    def column(t):
-        t[:, 0] = 5
-
-    for placements in ((R, S(0)), (S(0), S(1)), (S(0), S(0))):
-        for what, change in (("rows", rows), ("column", column)):
-            wanted = x.asnumpy().copy()
-            change(wanted)
-            dx = placed(x, grid, *placements)
-            change(dx)
-            equal(dx, wanted, f"{what} {placements}")
-
-
-def in_place_on_a_partial(world):
-    """Peer: refused bare; adding 1 to each summand would add it once per rank."""
-    x = placed(counting(8, 3), mesh_1d(), S(0))
-    relu = mint.nn.functional.relu
-    for what, change in (("add_", lambda t: t.add_(1.0)), ("mul_", lambda t: t.mul_(2.0)),
-                         ("relu", lambda t: t.copy_(relu(t)))):
-        total = x.sum(0)
-        before = array(total)
-        try:
-            change(total)
-        except DTensorError:
-            equal(total, before, what)
-        else:
-            equal(total, {"add_": before + 1, "mul_": before * 2, "relu": before}[what], what)
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
@@ -320,18 +241,6 @@ def a_fused_qkv_is_split_globally(world, line):
     equal(local, ops.matmul(x, weight.T).asnumpy()[:, 6 * world.rank:6 * world.rank + 6], "documented: a contiguous piece")
 
 
-def styles_with_local_tensors_equal_one_device(world, line):
-    """Peer: right only where every width divides; nothing checks."""
-    x = data(14, 3, 4)
-    up, down = mint.nn.Linear(4, 8), mint.nn.Linear(8, 4)
-    for i, p in enumerate((up.weight, up.bias, down.weight, down.bias)):
-        p.set_data(data(20 + i, *p.shape))
-    want = down(mint.nn.functional.silu(up(x)))
-    parallelize_module(up, line, ColwiseParallel())
-    parallelize_module(down, line, md.RowwiseParallel())
-    equal(down(mint.nn.functional.silu(up(x))), want)
-
-
 # -- communication and gradients ------------------------------------------------------------------------------------
 
 
@@ -371,12 +280,3 @@ def gradients_of_replicated_parameters_are_whole(world):
             same_on_all_ranks(world, repr(g.asnumpy().tobytes()))
             ((g * g).sum() + (p - 0.1 * g).sum()).item()
     assert not {k for k in count if k[0] != "all_gather_object"}, count
-
-
-def a_refused_step_leaves_autograd_as_it_was(world, line):
-    """MindSpore itself: a forward that raises keeps recording on, and the next gradient is one of a gradient."""
-    x = data(21, 8, 4)
-    dx = placed(x, line, S(0))
-    refusal(lambda: value_and_grad(lambda t: ops.nonzero(t * 2).sum(), 0)(dx))
-    assert not ms.common.api._pynative_executor.grad_flag()
-    check_against_one_device(lambda t: (mint.softmax(t, 0) ** 2).sum(), [x], [[S(0)]], line)

@@ -15,10 +15,10 @@ from model_zoo.llama.cpu import compile_attention
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, value_and_grad
-from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.errors import LayoutError
 from tests.cases import case
 from tests.dist.operands import Built, R, S, data, mesh_1d, placed
-from tests.dist.support import counted, equal, equal_steps, refusal, refused_alike, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks, trains_as_one_device
 from tests.tiers import sampled
 
 
@@ -196,28 +196,6 @@ def distribute_module_replicates_what_is_left(world, grid):
     assert all(isinstance(p, DTensor) for p in net.get_parameters())
 
 
-def loss_parallel_equals_the_plain_loss(world, grid):
-    logits = data(6, 6, 11) * 3
-    labels = Tensor(np.array([0, 10, -100, 4, -100, 7], np.int32))
-    for reduction in ("mean", "sum", "none"):
-        for smoothing in sampled((0.0, 0.1), 2, reduction == "none"):
-            def plain(t, r=reduction, s=smoothing):
-                return ops.cross_entropy(t, labels, reduction=r, label_smoothing=s)
-            want = ms.value_and_grad(plain, 0)(logits)
-            for rows in (R, S(0)):
-                d_logits = placed(logits, grid, rows, S(1))
-                d_labels = placed(labels, grid, rows, R)
-
-                def ours(t, r=reduction, s=smoothing, y=d_labels):
-                    return md.loss_parallel(t, y, reduction=r, label_smoothing=s)
-                with counted() as count:
-                    got = value_and_grad(ours, 0)(d_logits)
-                if smoothing and reduction == "mean":  # MindSpore divides the smoothed part by all rows; torch by kept
-                    continue
-                equal(got, want, f"{reduction} {smoothing}")
-                assert ("all_gather", "forward") not in count, count
-
-
 TINY = ModelConfig(dim=16, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=24, vocab_size=19)
 
 
@@ -294,20 +272,6 @@ def a_llama_with_products_at_once_equals_one_device(world):
             equal_steps(got, want, model.trainable_params())
             counts.append(dict(count))
         assert counts[0] == counts[1], (sequence, fsdp, counts)
-
-
-def styles_refuse_what_they_cannot_do(world, grid):
-    texts = []
-    for error, wrong in (
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"upp": ColwiseParallel()})),
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"": ColwiseParallel()})),
-            (ConfigError, lambda: parallelize_module(fill(Mlp("nn")), grid["tp"], {"up": "column"})),
-            (LayoutError, lambda: parallelize_module(fill(Mlp("nn")), grid, {"up": ColwiseParallel()})),
-            (ConfigError, lambda: md.PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)),
-            (ConfigError, lambda: md.PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)),
-            (LayoutError, lambda: md.loss_parallel(data(1, 2, 3), Tensor([0, 1])))):
-        texts.append(refused_alike(world, wrong, error))
-    assert "did you mean 'up'" in texts[0]
 
 
 def replicate_takes_unlike_rows_of_any_rank(world):
