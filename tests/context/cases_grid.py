@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mask x sharing of heads x length x algorithm on 2, 4 and 8 ranks; what goes back, to the byte; what peers got wrong.
+"""Every mask x sharing of heads x length x algorithm on 2, 4 and 8 ranks; what goes back, to the byte; names of others.
 
 At push a slice, before a merge all of it. Numbers as in `cases_attention.py`: float64, random cotangents, within 1e-12.
 """
@@ -82,74 +82,6 @@ def heads_for_tokens_cost_back_what_they_cost_there(world):
     events, back = compare(mesh, ("ulysses",), "gather", md.in_order([7, 4, 1], 1), h, g, "ulysses")
     assert sum(e.bytes for e in back) == sum(e.bytes for e in events) == (2 * h + 2 * g) * E * (n // 2) // 2 * 8
     assert {e.axes for e in back} == {("ulysses",)}
-
-
-# -- what peers got wrong: the first words are theirs ----------------------------------------------------------------------
-def gradients(mesh, tokens, arrays, algorithm, dout_times=1.0):
-    """(dq, dk, dv) of this rank, and which rows they are."""
-    (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
-    attention = md.context_attention(mesh["cp"], algorithm)
-
-    def loss(q, k, v):
-        return (attention(q, k, v, tokens) * dout).sum() * dout_times
-    return [x.to_local().asnumpy() for x in md.grad(loss, (0, 1, 2))(q, k, v)], mine
-
-
-def far(got, want):
-    return max(np.abs(x - y).max(initial=0) / np.abs(y).max(initial=1e-300) for x, y in zip(got, want))
-
-
-@case(world_size=4)
-def stale_keys_in_the_rings_backward(world):
-    """diffusers#14265: the backward used the keys of the last round for every round. Each rank's keys have another scale, so
-    that any other rank's in the place of the right ones would be far off."""
-    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens = md.in_order([32], 4)
-    q, k, v, dout = drawn(32, 4, 2)
-    scale = np.repeat([0.1, 0.5, 1.0, 2.0], 8)[:, None, None]
-    arrays = q, k * scale, v * scale[::-1], dout
-    got, mine = gradients(mesh, tokens, arrays, "ring")
-    want = [x[mine] for x in one_device([32], *arrays)[1:]]
-    assert far(got, want) <= 1e-12
-
-
-@case(world_size=4)
-def a_backward_without_the_cotangent(world):
-    """mindone#1438: dout was taken for ones. It is random in all cases here, and the gradient is linear in it."""
-    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens, arrays = md.balance([19, 6, 7], 4), drawn(32, 4, 2, seed=3)
-    ones = [*arrays[:3], np.ones_like(arrays[3])]
-    for algorithm in ("gather", "ring"):
-        got, mine = gradients(mesh, tokens, arrays, algorithm)
-        other, _ = gradients(mesh, tokens, arrays, algorithm, -2.0)
-        of_ones, _ = gradients(mesh, tokens, ones, algorithm)
-        assert far(other, [-2 * x for x in got]) <= 1e-12 and far(of_ones, got) > 0.1, algorithm
-
-
-@case(world_size=4)
-def gradients_that_are_doubled(world):
-    """pytorch#160285: gradients of keys came out twice as large; Megatron-LM#1464: 1.2 times. By their length along one
-    device's, which a check of shapes or of directions would not see."""
-    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    tokens, arrays = md.head_tail([24, 8], 4), drawn(32, 8, 2, seed=5)
-    want = one_device(tokens.documents, *arrays)[1:]
-    for algorithm in ("gather", "ring"):
-        got, mine = gradients(mesh, tokens, arrays, algorithm)
-        for name, x, y in zip(("dq", "dk", "dv"), got, want):
-            ratio = (x * y[mine]).sum() / (y[mine] ** 2).sum()
-            assert abs(ratio - 1) <= 1e-12, (algorithm, name, ratio)
-
-
-@case(world_size=4)
-def a_rank_that_has_nothing(world):
-    """PaddleFormers#3010: ranks without tokens, or without anything to fetch, left the others waiting. Twice, so that a
-    call that one rank has made and another has not would meet the next."""
-    mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    for documents, make in sampled((([2], md.in_order), ([9] * 4, md.balance), ([40, 1, 1, 1], md.balance),
-                                    ([0, 3, 0], md.head_tail)), 2):
-        tokens = make(documents, 4)
-        for algorithm in ("gather", "ring") * 2:
-            compare(mesh, ("cp",), algorithm, tokens, 8, 2, f"{algorithm} {documents}")
 
 
 # -- recompute that keeps what came ----------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def tied_frozen_and_single_numbers_run_again(world):
     for cut in (whole, divided):
         for kids in (("one",), ("two",), ("one", "two"), ("frozen", "one")):
             plain, net = filled(Tied()), cut(filled(Tied()), mesh)
+            assert isinstance(net.heat, DTensor) and net.heat.placements[0].is_replicate(), net.heat  # a number: every rank has it
             for kid in kids:
                 checkpoint_wrapper(getattr(net, kid))
             same_step(net, plain, mesh)
@@ -159,14 +160,6 @@ def what_is_read_unrecorded_is_recorded_later(world):
     rows = md.distribute_tensor(Tensor(ROWS), mesh, [S(0)])
     got = md.value_and_grad(loss(net), None, [net.one.weight])(rows)
     equal(got[1][0], want[1][0])
-
-
-def numbers_are_kept_by_every_rank(world):
-    mesh = fsdp()
-    for cut in (whole, divided):
-        plain, net = filled(Tied()), cut(filled(Tied()), mesh)
-        assert isinstance(net.heat, DTensor) and net.heat.placements[0].is_replicate(), net.heat
-        same_step(net, plain, mesh)
 
 
 def empty_shards_of_bfloat16(world):

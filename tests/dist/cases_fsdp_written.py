@@ -126,25 +126,20 @@ def micro_batches_that_were_broken_off_are_forgotten(world):
 
 
 class Keeping(nn.Cell):
-    """Keeps what it was lent, writes through a view, and returns an object that is no container."""
-
-    class Out:
-        def __init__(self, x):
-            self.x = x
+    """Keeps what it was lent, and writes through a view."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Dense(5, 7)
         self.s = Parameter(Tensor(np.arange(7, dtype=np.float32)), name="s", requires_grad=False)
-        self.writes = self.wraps = False
+        self.writes = False
 
     def construct(self, x):
         self.whole, self.turned = self.a.weight, self.a.weight.T
         if self.writes:
             part = self.s[1:6]
             part[2:] = part[2:] + 3
-        y = self.a(x) * self.s
-        return self.Out(y) if self.wraps else y
+        return self.a(x) * self.s
 
 
 def what_is_kept_past_its_cell_is_refused(world):
@@ -176,10 +171,3 @@ def a_write_through_a_view_reaches_the_shards(world):
             net(mine(fsdp()))
             want[3:6] += 3
             equal(net.s, want, rtol=bound)
-
-
-def outputs_may_be_of_any_class(world):
-    for make in (fully_shard, replicate):
-        net, plain = make(filled(Keeping()), mesh=fsdp()), filled(Keeping())
-        net.wraps = True
-        equal(net(mine(fsdp())).x, plain(Tensor(ROWS)))

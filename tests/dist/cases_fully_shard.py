@@ -205,18 +205,6 @@ def frozen_then_trained(world):
     equal(only[0], want[0])
 
 
-def low_rank_updates_of_frozen_weights(world):
-    def make():
-        net = Net()
-        net.blocks[1] = Built(lambda c, x: c.base(x) + c.b(c.a(x)), base=nn.Dense(6, 6), a=nn.Dense(6, 2, has_bias=False),
-                             b=nn.Dense(2, 6, has_bias=False))
-        for p in net.blocks[1].base.get_parameters():
-            p.requires_grad = False
-        return filled(net)
-    mesh = fsdp()
-    same_step(cut_up(make(), mesh), make(), mesh)
-
-
 def gradients_gathered_up_without_communication(world):
     mesh, net, plain = both()
     parts = [ROWS, ROWS[::-1] * 0.5 + 0.1, ROWS * ROWS]

@@ -239,29 +239,6 @@ def a_replaced_parameters_gradient_is_not_left_to_the_old_ones_bucket(world, gri
 
 
 # -- what a checkpoint planner asks --------------------------------------------------------------------------------------
-class Table(nn.Cell):
-    """One weight that goes straight into an op of which this library runs its own form."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.weight, self.read = Parameter(data(61, 10, 6), name="weight"), read
-
-    def construct(self, ids):
-        return self.read(self.weight, ids)
-
-
-def a_bucketed_weight_keeps_its_partial_gradient_through_ops_of_our_own(world):
-    ids = Tensor(np.random.default_rng(62).integers(0, 10, (8, 5)).astype(np.int32))
-    reads = {"gather": lambda w, i: ops.gather(w, i, 0), "index": lambda w, i: w[i],
-             "one_hot": lambda w, i: mint.matmul(ops.one_hot(i, 10).astype(ms.float32), w)}
-    for name, read in reads.items():
-        plain, net = Table(read), replicate(Table(read), mesh=mesh_2d()["dp"])
-        want = ms.grad(lambda i: (plain(i) ** 2).sum(), None, plain.trainable_params())(ids)
-        got = ms.grad(lambda i: (net(i) ** 2).sum(), None, net.trainable_params())(
-            distribute_tensor(ids, mesh_2d()["dp"], [S(0)]))
-        equal(got[0] if isinstance(got, tuple) else got, want[0] if isinstance(want, tuple) else want, name)
-
-
 def chunks_tile_the_tensor_and_each_has_one_owner(world):
     from ms_dtensor import DeviceMesh, comm
     for mesh, placements, shape in ((mesh_2d(), [S(0), R], (5, 3)), (mesh_2d(), [S(0), S(0)], (7, 2)), (mesh_2d(), [R, R], (2, 2)),

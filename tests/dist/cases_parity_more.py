@@ -38,20 +38,6 @@ def small_bfloat16_sums_are_reduced(world, line):
             equal(got.astype(ms.float32), reduced(mine), f"{op} {n}", rtol=1e-2)
 
 
-def the_dtype_that_was_asked_for(world, line):
-    x = data(1, 4, 8)
-    f = placed(x, line, S(0))
-    b = f.astype(ms.bfloat16)
-    for got, dtype in (
-            (f.type_as(b), ms.bfloat16), (b.type_as(f), ms.float32), (mint.sum(b, 1, dtype=ms.float32), ms.float32),
-            (mint.cumsum(b, 1, dtype=ms.float32), ms.float32), (b.expand_as(f), ms.bfloat16),
-            (mint.nn.functional.log_softmax(b, 1, dtype=ms.float32), ms.float32),
-            (mint.linalg.vector_norm(b, 2, 1, dtype=ms.float32), ms.float32)):
-        assert got.dtype == dtype == got.to_local().dtype, got
-    rounded = x.astype(ms.bfloat16).astype(ms.float32)
-    equal(mint.sum(b, 1, dtype=ms.float32), rounded.sum(1))
-
-
 def seeds_of_mindspore_seed_dtensors(world, line):
 
     def drawn():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore import Parameter, Tensor, amp, nn
 from mindspore.common.api import _pynative_executor
 from mindspore.train import MAE, Metric
 
@@ -113,20 +113,3 @@ def an_optimizer_of_the_old_parameters_is_explained(world):
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
     message = refusal(lambda: step(placed(data(1, 8, 3), mesh_1d(), S(0)), placed(data(2, 8, 2), mesh_1d(), S(0))), ConfigError)
     assert "after the model was distributed" in message
-
-
-def bucketed_parameters_of_ops_that_run_in_a_local_form(world):
-    ids, weights = np.random.default_rng(5).integers(0, 12, (8, 4)).astype(np.int32), data(2, 8, 4, 6)
-    for name, look_up in {
-        "nn.Embedding": lambda cell, ids: cell(ids), "ops.gather": lambda cell, ids: ops.gather(cell.embedding_table, ids, 0),
-        "index": lambda cell, ids: cell.embedding_table[ids],
-        "tied": lambda cell, ids: cell(ids) * cell.embedding_table.T.sum(),
-    }.items():
-        def grads(cell, ids, w, look_up=look_up):
-            return ms.grad(lambda ids: (look_up(cell, ids) * w).sum(), None, cell.trainable_params())(ids)[0]
-        plain, cell = nn.Embedding(12, 6), nn.Embedding(12, 6)
-        for each in (plain, cell):
-            each.embedding_table.set_data(data(1, 12, 6))
-        replicate(cell, mesh=mesh_1d())
-        got = grads(cell, placed(Tensor(ids), mesh_1d(), S(0)), placed(weights, mesh_1d(), S(0)))
-        equal(got, grads(plain, Tensor(ids), weights), name)

@@ -75,6 +75,7 @@ AXES = {
         (("dp", "ep"), [CUT, CUT], lambda d: [WHOLE, CUT]),
         (("ep", "tp"), [CUT, WHOLE], lambda d: [CUT, Shard(d)]),
         (("ep", "tp"), [CUT, WHOLE], lambda d: [CUT, WHOLE]),
+        (("dp", "tp"), [CUT, WHOLE], lambda d: [WHOLE, Shard(d)]),
         (("ep", "ep2"), [CUT, CUT], lambda d: [CUT, CUT])]),
     8: ((21, 9, 3), [  # 9 experts do not divide by 2, 4 or 8
         (("dp", "ep", "tp"), [CUT, CUT, WHOLE], lambda d: [WHOLE, CUT, Shard(d)]),

@@ -8,7 +8,7 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
@@ -16,7 +16,6 @@ from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, Sche
 from ms_dtensor.parallel.sharding import reduce
 from ms_dtensor.pipeline import (
     Actions,
-    PipelineStage,
     Schedule,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -173,36 +172,6 @@ def normed(world, over_split, tied: bool) -> None:
         assert [e.op for e in events] == ["all_reduce"]
         for g, b in zip(grads, before):
             close(g, b / 2, "a clipped gradient", 1e-5)
-
-
-class Two(nn.Cell):
-    """Two tensors over the border, and an integer one beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = Parameter(Tensor(np.zeros((4, 4), np.float32)), name="w")
-
-    def construct(self, x, y=None, ids=None):
-        y = x * 0.5 if y is None else y
-        ids = Tensor([1, 2], ms.int32) if ids is None else ids
-        return mint.tanh(mint.matmul(x, self.w)) + y * ids.sum(), y * 1.5 - x, ids
-
-
-@case(2)
-def several_tensors_over_a_border(world):
-    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    nets = [filled(Two(), seed) for seed in (1, 2)]
-
-    def loss(out, t):
-        return loss_fn(out[0] + out[1], t)
-
-    def whole(x):
-        return loss(nets[1](*nets[0](x)), Tensor(T))
-    value, grads = ms.value_and_grad(whole, None, [n.w for n in nets])(Tensor(X))
-    schedule = Schedule1F1B(PipelineStage(nets[world.rank], world.rank, 2, mesh), 3, loss)
-    got, (grad,) = schedule.step(Tensor(X), target=Tensor(T))
-    close(got, value.asnumpy(), "loss")
-    close(grad, grads[world.rank].asnumpy(), "w")
 
 
 WAYS = {

@@ -118,7 +118,7 @@ def an_output_of_no_container_that_a_loss_reads(world):
 
     mesh = data_mesh(world)
 
-    @each(itertools.product((True, False), ("", "inner")))
-    def steps(frozen, cells):
-        plain, net = twins(lambda: Wrapped(frozen), "fully_shard", mesh, cells)
+    @each([("fully_shard", *rest) for rest in itertools.product((True, False), ("", "inner"))] + [("replicate", False, "")])
+    def steps(way, frozen, cells):
+        plain, net = twins(lambda: Wrapped(frozen), way, mesh, cells)
         alike(net, plain, mesh, lambda n: lambda x: (n(x).x ** 2).mean())

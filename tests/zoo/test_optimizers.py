@@ -170,18 +170,6 @@ def test_parameters_of_other_dtypes(name, dtype, branch):
     assert not masters if dtype == "float64" else masters >= {"p0", "p1"}
 
 
-def test_small_steps_of_16_bits_add_up_and_loaded_weights_count(branch):
-    param = Parameter(Tensor(np.ones(3, np.float32)).astype(ms.bfloat16), name="w")
-    optimizer = SGD([param], lr=1e-3)
-    grad = Tensor(np.ones(3, np.float32)).astype(ms.bfloat16)
-    for _ in range(10):
-        optimizer([grad])
-    assert np.allclose(param.astype(ms.float32).asnumpy(), 0.99, atol=4e-3)
-    param.set_data(Tensor(np.full(3, 2.0, np.float32)).astype(ms.bfloat16))
-    optimizer([grad])
-    assert np.allclose(optimizer.state_dict()["w"]["master"].asnumpy(), 1.999, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_saved_and_loaded(name):
     build, shapes = build_of(name), ((6, 5), (7,))
