@@ -192,6 +192,21 @@ def a_weight_that_several_units_have(world):
 
 
 @case(2)
+def hooks_of_a_weight_that_several_units_have_run_on_all_ranks(world):
+    """A loss of a micro-batch reaches one rank's rows of it only."""
+    plain, net = twins(Tied, "fully_shard", data_mesh(world), "a b c d")
+    params, theirs, seen = plain.trainable_params(), net.trainable_params(), []
+    net.set_requires_gradient_sync(False)
+    value_and_grad(lambda: (net.a.weight[:2] ** 2).mean(), None, theirs)()
+    net.a.weight.register_hook(lambda grad: seen.append(array(grad)))
+    net.set_requires_gradient_sync(True)
+    got = value_and_grad(lambda: (net.b.weight ** 2).mean(), None, theirs)()[1]
+    want = ms.value_and_grad(lambda: (plain.a.weight[:2] ** 2).mean() + (plain.b.weight ** 2).mean(), None, params)()[1]
+    equal_each(got, want, theirs)
+    assert [bool(grad.any()) for grad in seen] == [False, True], seen  # MindSpore's, which is zeros, and what was owed
+
+
+@case(2)
 def a_weight_that_several_units_have_waits_for_the_copies(world):
     mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "cut"))
     plain, net = twins(Tied, "fully_shard", mesh, "a b c d")

@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
 
 from ... import comm
@@ -236,7 +235,8 @@ class Reduction:
             else:
                 self._due.append(sums)
                 self._opened()
-        zeros = fresh if on_cpu() else blank  # no caller keeps these: `_hand_out`
+        # no caller keeps these: `_hand_out`, `_keep_past`
+        zeros = fresh if on_cpu() and not (self._keeps or self.main) else blank
         return [out[id(p)] if id(p) in out else zeros(p.local_shape, p.dtype)
                 for p in (block.params[i] for block, i in places)]
 
@@ -346,14 +346,18 @@ class Reduction:
             run_hooks(self.params[key], gradients[key])
 
     def _keep_past(self, gradients: dict[int, Tensor]) -> None:
-        """What ops past the unit have given to cut parameters is owed where the unit hands out zeros."""
+        """What ops past the unit have given to cut parameters is owed where the unit hands out blanks.
+
+        Not by its values: a rank's shard may be zeros by chance, and its users' hooks have to run as those of the others.
+        """
         here, self._past_here = self._past_here, set()
         if not (self._keeps or self.main):
             return
         for key in [key for key in gradients if key in self.unit.place]:
             grad = gradients[key]
-            if key in here if not on_cpu() else executing() is None and grad.asnumpy().view(np.uint8).any():
+            if key in here if not on_cpu() else not is_blank(grad):
                 self.past[key] = gradient(added(grad, self.past[key]) if key in self.past else copy(grad))
+            if on_cpu() or key in here:
                 gradients[key] = fresh(grad._shape, grad.dtype)
 
     def _deliver_kept(self, gradients: dict[int, Tensor], sums: dict[int, Tensor]) -> None:
