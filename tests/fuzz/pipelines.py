@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_dtensor import DTensor
 from ms_dtensor.optim import SGD, AdamW
-from tests.pipeline.cases_run import KINDS
+from tests.pipeline.cases_run import KINDS, style_of
 
 WIDTH = 4
 WEIGHTS = {"scale": (WIDTH,), "norm": (WIDTH,), "stats": (WIDTH,), "batch": (WIDTH,), "late": (WIDTH,), "number": (),
@@ -166,9 +166,11 @@ class Loss(nn.Cell):
 
 @dataclass
 class Step:
-    """kind: train, eval, raise (`where`: in a "forward" or a "backward"), freeze or write (a link, number `which`)."""
+    """kind: train, other (by another order of the same stages), eval, raise (`where`: in a "forward" or a "backward"),
+    freeze or write (a link, number `which`), save, load (what was saved last, before: what there was first)."""
 
     kind: str
+    m: int
     rows: int
     seed: int
     weights: bool = False
@@ -184,8 +186,11 @@ class Program:
     links: list[str]
     schedule: str = "1f1b"
     m: int = 2
+    other: str = ""  # an order of the same stages, with as many microbatches as its steps say
     split: Any = "cost"
     beside: str = ""  # over the mesh's other axis
+    grid: bool = False  # one rank has all stages; beside it two axes, also "tp"
+    wide: bool = False  # gradients are cast on their way
     embeds: bool = False
     tied: bool = False  # head and embedding
     ties: list[tuple[int, int]] = field(default_factory=list)
@@ -213,12 +218,16 @@ def generate(seed: int, ranks: int) -> Program:
     def one(*of):
         return of[int(rng.integers(len(of)))]
     beside = one("", "replicate", "fully_shard", "kept", "zero1", "tp") if ranks > 2 else ""
+    spread = beside not in ("", "tp")
     links = [one(*(k for k in LINKS if not beside or k not in OF_ROWS)) for _ in range(int(rng.integers(2, 9)))] + ["join"]
     out = Program(seed, links, one(*KINDS), beside=beside)
-    pp, many = ranks // 2 if beside else ranks, range(len(links))
+    out.grid, out.wide = spread and chance(.2), spread and chance(.3)
+    pp, many = 1 if out.grid else ranks // 2 if beside else ranks, range(len(links))
     out.m = one(pp, 2 * pp, 3 * pp) if out.schedule == "interleaved" else int(rng.integers(1, 2 * pp + 2))
     if out.schedule == "dualpipev":
         out.m = max(out.m, 2 * pp)
+    fit = [k for k in KINDS if KINDS[k][1] == KINDS[out.schedule][1] and style_of(k) == style_of(out.schedule)]
+    out.other = one(*fit)
     out.embeds = chance(.3)
     out.tied = out.embeds and chance(.5)
     alike = [i for i in many if links[i] in DENSE]
@@ -231,21 +240,22 @@ def generate(seed: int, ranks: int) -> Program:
         cuts = sorted(int(c) for c in rng.integers(0, len(paths) + 1, pp * KINDS[out.schedule][1] - 1))
         out.split = [paths[a:b] for a, b in zip([0, *cuts], [*cuts, len(paths)])]
     out.inner = [i for i in many if chance(.3)]
-    keeps = beside not in ("", "tp")  # of ops on plain tensors nothing can be kept
-    out.recomputed = {i: keeps and chance(.4) and links[i] in ("dense", "twice", "mlp", "matmul", "turned", "square", "bmm")
+    out.recomputed = {i: spread and chance(.4) and links[i] in ("dense", "twice", "mlp", "matmul", "turned", "square", "bmm")
                       for i in many if chance(.15) and links[i] not in (*OF_ROWS, "hooked")}
     out.optimizer, out.clips, out.target, out.mask = one("", "sgd", "adamw"), chance(.3), chance(.7), chance(.5)
     # where a step is given up, statistics have moved for some microbatches
-    kinds = ("train", "train", "train", "eval", "train" if {*STATS} & {*links} else "raise", "freeze", "write")
+    kinds = ("train", "train", "train", "eval", "train" if {*STATS} & {*links} else "raise", "freeze", "write",
+             "other", "other", "save", "load")
     frozen = {*out.frozen, *(i for pair in out.ties for i in pair)}  # or without its own weight: then no hook runs
     for _ in range(int(rng.integers(2, 5))):
         which = int(rng.integers(len(links)))
         where = one("forward", "backward") if links[which] == "hooked" and which not in frozen else "forward"
-        rows, at = out.m * int(rng.integers(1, 4)), int(rng.integers(1 << 20))
-        out.steps.append(Step(one(*kinds), rows, at, chance(.3), which, where))
+        kind, at = one(*kinds), int(rng.integers(1 << 20))
+        m = 2 * pp * int(rng.integers(1, 3)) if kind == "other" else out.m
+        out.steps.append(Step(kind, m, m * int(rng.integers(1, 4)), at, chance(.3), which, where))
         if out.steps[-1].kind == "freeze":
             frozen ^= {which}
-    out.steps.append(Step("train", out.m * 2, int(rng.integers(1 << 20))))
+    out.steps.append(Step("train", out.m, out.m * 2, int(rng.integers(1 << 20))))
     return out
 
 
@@ -254,7 +264,7 @@ def batch(program: Program, step: Step, share: int):
     rng, rows = np.random.default_rng(step.seed), step.rows * share
     x = rng.integers(0, 7, rows).astype(np.int32) if program.embeds else rng.normal(size=(rows, WIDTH))
     target, mask = rng.normal(size=(rows, 2)), rng.normal(1, .3, size=(rows, WIDTH))
-    weights = rng.uniform(.1, 1, program.m).tolist() if step.weights else None
+    weights = rng.uniform(.1, 1, step.m).tolist() if step.weights else None
     return x, target if program.target else None, mask if program.mask else None, weights
 
 
@@ -281,20 +291,29 @@ def change(program: Program, net: nn.Cell, step: Step) -> None:
             p.requires_grad = not p.requires_grad
 
 
+def values_of(net: nn.Cell) -> dict[str, np.ndarray]:
+    return {n: p.asnumpy().copy() for n, p in net.parameters_and_names()}
+
+
 def refer(program: Program, share: int) -> list:
     """What one device makes of it: (loss, gradients by name, their norm) of each step, and at the end all values."""
     net, loss_fn, out = Net(program), Loss(), []
     names = {id(p): n for n, p in net.parameters_and_names()}
     updated = net.trainable_params()
-    optimizer = optimizer_of(program, updated)
+    optimizer, saved = optimizer_of(program, updated), values_of(net)
     for step in program.steps:
         if step.kind in ("freeze", "write"):
             change(program, net, step)
-        if step.kind not in ("train", "eval"):
+        if step.kind == "save":
+            saved = values_of(net)
+        if step.kind == "load":
+            for n, p in net.parameters_and_names():
+                ops.assign(p, Tensor(saved[n]))
+        if step.kind not in ("train", "other", "eval"):
             out.append(None)
             continue
         *given, weights = batch(program, step, share)
-        m, params, total, sums = program.m, net.trainable_params(), 0.0, dict[str, np.ndarray]()
+        m, params, total, sums = step.m, net.trainable_params(), 0.0, dict[str, np.ndarray]()
         of_rank = np.arange(step.rows * share).reshape(share, m, -1)
         for i, weight in enumerate(weights or [1 / m] * m):
             # the i-th part of the rows of every rank that has some
@@ -310,9 +329,9 @@ def refer(program: Program, share: int) -> list:
             for p, g in zip(params, grads):
                 sums[names[id(p)]] = sums.get(names[id(p)], 0) + g.asnumpy()
         norm = float(np.sqrt(sum((g ** 2).sum() for g in sums.values())))
-        if program.clips and step.kind == "train" and norm:
+        if program.clips and step.kind != "eval" and norm:
             sums = {n: g * min(1, .5 / (norm + 1e-6)) for n, g in sums.items()}
-        if optimizer is not None and step.kind == "train":
+        if optimizer is not None and step.kind != "eval":
             optimizer(tuple(Tensor(sums[n]) if (n := names[id(p)]) in sums else zeros(p) for p in updated))
         out.append((total, sums, norm))
-    return [*out, {n: p.asnumpy().copy() for n, p in net.parameters_and_names()}]
+    return [*out, values_of(net)]

@@ -44,18 +44,20 @@ BAR = 1e-9
 def lay_out(program: Program, stage: PipelineStage, mesh: md.DeviceMesh) -> None:
     module, how = stage.module, program.beside
     links = {i: link for i, link in enumerate(module.layers) if isinstance(link, Link)}
-    if how == "tp":
-        md.parallelize_module(module, mesh["dp"], {
-            f"layers.{i}.{name}": style() for i, link in links.items() if link.kind == "mlp"
+    if how == "tp" or program.grid:
+        md.parallelize_module(module, mesh["tp" if program.grid else "dp"], {
+            f"layers.{i}.{name}": style(use_local_output=how == "tp")
+            for i, kind in enumerate(program.links) if kind == "mlp"
             for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))})
+    policy = md.MixedPrecisionPolicy(reduce_dtype=ms.float64 if program.wide else None)
     for i, keeps in program.recomputed.items():
         if i in links:
             md.checkpoint_wrapper(links[i], save=[mint.tanh] if keeps else None)
     if how in ("fully_shard", "kept"):
         for cell in (*(links[i] for i in program.inner if i in links and list(links[i].get_parameters())), module):
-            md.fully_shard(cell, mesh=mesh["dp"], reshard_after_forward=how == "fully_shard")
+            md.fully_shard(cell, mesh=mesh["dp"], reshard_after_forward=how == "fully_shard", mp_policy=policy)
     elif how in ("replicate", "zero1"):
-        md.replicate(module, mesh=mesh["dp"], zero1=how == "zero1")
+        md.replicate(module, mesh=mesh["dp"], zero1=how == "zero1", mp_policy=policy, bucket_mb=0 if program.wide else 25)
 
 
 class Judge:
@@ -63,8 +65,8 @@ class Judge:
 
     def __init__(self, world, program: Program):
         self.world, self.program, self.off = world, program, list[str]()
-        pp = world.size // 2 if program.beside else world.size
-        axes = {"pp": pp, "dp": 2} if program.beside else {"pp": pp}
+        pp = 1 if program.grid else world.size // 2 if program.beside else world.size
+        axes = {"pp": pp, "dp": 2, "tp": 2} if program.grid else {"pp": pp, "dp": 2} if program.beside else {"pp": pp}
         mesh = md.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         spread = program.beside not in ("", "tp")  # whether each rank of the other axis has rows of its own
         self.share, self.mine = (2, mesh["dp"].get_group().rank_index) if spread else (1, 0)
@@ -74,7 +76,11 @@ class Judge:
         for stage in stages:
             lay_out(program, stage, mesh)
         loss_fn = Loss()
-        self.schedule = kind(stages, program.m, md.replicate(loss_fn, mesh=mesh["dp"]) if spread else loss_fn)
+        loss_fn = md.replicate(loss_fn, mesh=mesh["dp"]) if spread else loss_fn
+        self.schedule = kind(stages, program.m, loss_fn)
+        self.others = {m: KINDS[program.other][0](stages, m, loss_fn)
+                       for m in (step.m for step in program.steps if step.kind == "other")}
+        self.saved = self.state()
         self.updated = self.schedule.params
         self.optimizer = optimizer_of(program, self.updated)
         self.modules = [stage.module for stage in stages]
@@ -86,11 +92,20 @@ class Judge:
         if not off <= BAR * max(1, np.abs(right).max(initial=0)):
             self.off.append(f"{what}: off by {off}")
 
+    def state(self) -> dict[str, Tensor]:
+        return {name: x * 1 for name, x in self.schedule.state_dict().items()}
+
     def run(self) -> list[str]:
         for number, (step, right) in enumerate(zip(self.program.steps, self.want)):
             if step.kind in ("freeze", "write"):
                 for module in self.modules:
                     change(self.program, module, step)
+                continue
+            if step.kind == "save":
+                self.saved = self.state()
+            if step.kind == "load":
+                self.schedule.load_state_dict(self.saved)
+            if step.kind in ("save", "load"):
                 continue
             *given, weights = batch(self.program, step, self.share)
             rows = slice(self.mine * step.rows, (self.mine + 1) * step.rows)
@@ -109,7 +124,7 @@ class Judge:
         elif step.kind == "raise":
             self.raising(number, step, x, given)
         else:
-            self.train(number, right, x, given)
+            self.train(self.others[step.m] if step.kind == "other" else self.schedule, number, right, x, given)
 
     def raising(self, number: int, step, x, given) -> None:
         here = [link for module in self.modules if isinstance(link := module.layers[step.which], Link)]
@@ -124,9 +139,9 @@ class Judge:
         for link in here:
             link.fails = ""
 
-    def train(self, number: int, right, x, given) -> None:
-        loss, grads = self.schedule.step(x, **given)
-        params, program = self.schedule.params, self.program
+    def train(self, schedule, number: int, right, x, given) -> None:
+        loss, grads = schedule.step(x, **given)
+        params, program = schedule.params, self.program
         self.same(array(loss), right[0], f"step {number}: loss")
         if program.clips:
             norm = clip_grad_norm_(zip(params, grads), .5, over=self.over)

@@ -32,7 +32,7 @@ def random_pipelines_beside_other_axes_are_one_devices(world):
 @case(2)
 def a_planted_fault_is_seen(world):
     program = Program(0, ["dense", "dense"], ties=[(0, 1)], split=[["layers.0"], ["layers.1", "head"]],
-                      steps=[Step("train", 4, 1)])
+                      steps=[Step("train", 2, 4, 1)])
     judged(world, [program])
     with mock.patch.object(Schedule, "_add_tied"):
         off = Judge(world, program).run()

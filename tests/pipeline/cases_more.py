@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines with what is less usual: hyper_parallel's names; several tensors over borders, and empty ones, in all orders;
-cells at several places."""
+cells at several places; stages for which a plan says nothing."""
 from __future__ import annotations
 
 import mindspore as ms
@@ -15,7 +15,7 @@ from ms_dtensor.errors import ConfigError, LayoutError, PeerLost
 from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, pipeline
 from tests.cases import case
 from tests.dist.support import each, refusal
-from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn, style_of
+from tests.pipeline.cases_run import KINDS, Net, T, X, close, loss_fn, one_device, right, style_of
 from tests.sharding.support import filled
 from tests.tiers import sampled
 
@@ -192,3 +192,25 @@ def hyper_parallels_interleaved_stages(world):
     mine = [want[2 * s + i].asnumpy() * 4 for s in (world.rank, world.rank + 2) for i in (0, 1)]
     for a, b in zip(grads, mine, strict=True):
         close(a, b, "gradient", 2e-6)
+
+
+@case(4)
+def a_plan_for_one_stage_alone(world):
+    """What lies over data axes alone on the others meets it all the same, whichever of the two comes first."""
+    mesh = md.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    plan = {"layers.1.up": md.ColwiseParallel(use_local_output=False),
+            "layers.1.down": md.RowwiseParallel(use_local_output=False)}
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp", "tp"], [md.Shard(0), md.Replicate()]) for a in (X, T))
+
+    @each((way, parts) for way in ("fully_shard", "replicate", "zero1") for parts in (["layers.1"], ["layers.2"]))
+    def steps(way, parts):
+        net = filled(Net(3))
+        want = one_device(net, False)
+        stages = pipeline(net, mesh["pp"], split=parts)
+        for stage in stages:
+            md.parallelize_module(stage.module, mesh["tp"], plan)
+            if way == "fully_shard":
+                md.fully_shard(stage.module, mesh=mesh["dp"])
+            else:
+                md.replicate(stage.module, mesh=mesh["dp"], zero1=way == "zero1")
+        right(KINDS["interleaved"][0](stages, 2, loss_fn), want, "step", t, args=(x,))

@@ -27,7 +27,7 @@ from ...redistribute.execute import cut_further
 from ...tensor import deferred_init
 from ...tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, around_construct, union_mesh
+from ..layouts import OUTER, PLANNED, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import BATCH, batch_over
@@ -258,9 +258,12 @@ def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
 
 
-def _whole_mesh(who: str, slots: Slots, data: DeviceMesh, mode: Mode) -> DeviceMesh:
-    """The axes of all parameters. Of local tensors an inner unit's may run across them: experts over all ranks, say."""
+def _whole_mesh(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, mode: Mode) -> DeviceMesh:
+    """The axes of all parameters, and of a plan for other stages. Of local tensors an inner unit's may run across them:
+    experts over all ranks, say."""
     whole = data
+    for cell in cells if mode is Mode.GLOBAL else ():
+        whole = union_mesh(cell.__dict__.get(PLANNED, whole), whole, who)
     for _, _, p in slots:
         if isinstance(p, DTensor):
             try:
@@ -358,7 +361,7 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
     inside = [c for c in cells_in(*cells) if id(c) not in apart]
     found = [(c, key, p) for c in inside for key, held in c._params.items()
              if held is not None and id(p := current(held)) not in left]
-    whole = _whole_mesh(who, found, data, mode)
+    whole = _whole_mesh(who, inside, found, data, mode)
     targets = {id(p): _target(who, p, axes, whole, place) for _, _, p in found  # refuses before anything moves
                if not (p.__dict__.get(SHARDED_BY) if axes.cut else names <= p.__dict__.get(_OVER, set()))}
     inner = units_of(*cells)
