@@ -30,7 +30,7 @@ from ..errors import DTensorError, LayoutError, MixedOperandError
 from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
-PLANNED = "_ms_dtensor_planned"  # cell attribute: the mesh of styles which are all for cells of another stage
+STYLES_MESH = "_ms_dtensor_styles_mesh"  # cell attribute: the mesh of styles which are all for cells of another stage
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 _TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell

@@ -20,7 +20,7 @@ from ..tensor import deferred_init
 from ..tensor.distribute import check_source
 from .constants import with_constants
 from .fused import FusedColwiseParallel
-from .layouts import PLANNED, around_construct, check_ties, explained
+from .layouts import STYLES_MESH, around_construct, check_ties, explained
 from .styles import ParallelStyle
 
 _told: list[str] = []  # the last table that was printed; of blocks that are dealt with one by one it is said once
@@ -79,7 +79,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     check_ties([(cell, style.check(cell, mesh)) for _, style, found in work for cell in found.values()], mesh)
     deferred_init.remember(module, mesh, src_data_rank)
     if parallelize_plan and not work:  # what comes here from another stage lies on this mesh, too
-        module.__dict__[PLANNED] = mesh
+        module.__dict__[STYLES_MESH] = mesh
     _tell(mesh, work)
     for _, style, found in work:
         style.src_data_rank = src_data_rank

@@ -27,7 +27,7 @@ from ...redistribute.execute import cut_further
 from ...tensor import deferred_init
 from ...tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, PLANNED, around_construct, union_mesh
+from ..layouts import OUTER, STYLES_MESH, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import BATCH, batch_over
@@ -263,7 +263,7 @@ def _whole_mesh(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, 
     experts over all ranks, say."""
     whole = data
     for cell in cells if mode is Mode.GLOBAL else ():
-        whole = union_mesh(cell.__dict__.get(PLANNED, whole), whole, who)
+        whole = union_mesh(cell.__dict__.get(STYLES_MESH, whole), whole, who)
     for _, _, p in slots:
         if isinstance(p, DTensor):
             try:
