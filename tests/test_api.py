@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import pickle
 import re
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard
@@ -188,20 +187,6 @@ def test_factories_take_all_forms(mesh):
             assert out.shape == (4, 2) and isinstance(out, DTensor)
     assert md.full((2, 2), 3.0, device_mesh=mesh).full_tensor().asnumpy().tolist() == [[3, 3], [3, 3]]
     assert md.ones(3, dtype=ms.float16, device_mesh=mesh).layout.dtype == "float16"
-
-
-def test_partial_reduces_and_to_partial_is_refused(mesh):
-    p = DTensor.from_local(Tensor(np.ones(2, np.float32)), mesh, [Partial(), Replicate()])
-    assert p.reduce_partial().layout.is_replicated() and p.reduce_partial().full_tensor().asnumpy().tolist() == [1, 1]
-    with pytest.raises(md.errors.RedistributeError):
-        p.reduce_partial().redistribute(placements=[Partial(), Replicate()])
-
-
-def test_pickles_and_parameters(x):
-    back = pickle.loads(pickle.dumps(x))
-    assert back.layout is x.layout
-    p = pickle.loads(pickle.dumps(Parameter(x, name="w", requires_grad=False)))
-    assert p.name == "w" and not p.requires_grad and p.layout is x.layout
 
 
 def test_already_distributed(x, mesh):

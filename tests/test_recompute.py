@@ -61,13 +61,17 @@ AGAIN = {"wrapped": lambda net: md.checkpoint_wrapper(net.up), "all": md.checkpo
          "mindspore": lambda net: net.up.recompute()}
 
 
+def pairs(ways):
+    """Ways to run again with ways to spread; what is kept of an op needs DTensors."""
+    return pytest.mark.parametrize(("again", "spread"), [
+        pytest.param(again, spread, id=f"{again}-{spread}") for spread in SPREAD for again in ways
+        if (again, spread) != ("selective", "no mesh")])
+
+
 @pytest.mark.parametrize("first", ["wrapped first", "spread first"])
-@pytest.mark.parametrize("spread", SPREAD)
-@pytest.mark.parametrize("again", AGAIN)
+@pairs(AGAIN)
 def test_a_parameter_unfrozen_later_gets_its_gradient(spread, again, first):
     if spread == "no mesh":
-        if again == "selective":
-            pytest.skip("it needs DTensors")
         patches.uninstall()  # as at the start of a process
     net, plain = Net(), Net()
     if again == "mindspore":
@@ -103,11 +107,8 @@ def test_what_is_frozen_between_forward_and_backward_changes_nothing_of_the_rest
         assert p is plain.up.bias or np.allclose(g, w, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("spread", SPREAD)
-@pytest.mark.parametrize("again", AGAIN)
+@pairs(AGAIN)
 def test_a_copy_recomputes_its_own_parameters(spread, again):
-    if spread == "no mesh" and again == "selective":
-        pytest.skip("it needs DTensors")
     net, plain = SPREAD[spread](Net()), Net()
     AGAIN[again](net)
     check(net, plain)
@@ -140,11 +141,8 @@ def backward(loss, params):
 WAYS = {**AGAIN, "not reentrant": lambda net: net.up.recompute(use_reentrant=False)}
 
 
-@pytest.mark.parametrize("spread", SPREAD)
-@pytest.mark.parametrize("again", WAYS)
+@pairs(WAYS)
 def test_recordings_in_flight_and_a_gradient_between_them(spread, again):
-    if spread == "no mesh" and again == "selective":
-        pytest.skip("it needs DTensors")
     plain, net = Net(), SPREAD[spread](Net())
     WAYS[again](net)
     rows = [Tensor(ROWS * (i + 1)) for i in range(3)]

@@ -90,7 +90,7 @@ def gather_and_ring_are_one_device(world):
     n = world.size
     mesh = md.init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     for number, documents in sampled(enumerate(kinds(n)), 3, 1):
-        mask = list(MASKS.values())[number % 3]
+        mask = list(MASKS.values())[number // 3 % 3]  # at push each in turn: a window has a ring of its own
         h, g = HEADS[number % len(HEADS) if number % 2 else 1]
         how = md.balance(documents, n, **mask) if number % 4 else (md.head_tail if number % 8 else md.in_order)(documents, n)
         for algorithm in ("gather", "ring"):

@@ -17,7 +17,7 @@ RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twin
 SUMS = "tests/sharding/cases_sums.py"
 KEPT_ROWS = "tests/sharding/cases_kept_rows.py"
 ROOMS, IN_ROOMS = "ms_dtensor/parallel/sharding/rooms.py", "tests/sharding/cases_rooms.py"
-RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/cases_grid.py"
+RING, RING_TEST = "ms_dtensor/parallel/ring.py", "tests/context/cases_attention.py -k gather_and_ring"
 OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts", "tests/experts"
 # by its whole name, as it waits for a merge
 CONTRACT = "tests/comm/test_ranks.py::test_contract_on_shm_mccl_and_the_doubles_of_hccl_and_nccl"
@@ -137,16 +137,16 @@ FAULTS = [
     Fault("gate and value of SwiGLU are swapped", "model_zoo/llama/layers.py", f"{TWINS} -k either_kind", "ops.swiglu(mint.stack((gate, up), 1), 1)",
           "ops.swiglu(mint.stack((up, gate), 1), 1)"),
     # -- of others' rings: diffusers#14265, mindone#1438, pytorch#160285, PaddleFormers#3010 ------------------------------
-    Fault("a ring's backward has stale keys", RING, f"{GRID} -k stale_keys",
+    Fault("a ring's backward has stale keys", RING, RING_TEST,
           "                grads = zeros_for(there, there._shape, wide)\n                for blocks",
           "                there = taken(kv, np.arange(there._shape[0]))\n"
           "                grads = zeros_for(there, there._shape, wide)\n                for blocks"),
-    Fault("a ring's backward takes dout for ones", RING, f"{GRID} -k without_the_cotangent",
+    Fault("a ring's backward takes dout for ones", RING, RING_TEST,
           "for x in (q, dout, out.astype(q.dtype), top, total))",
           "for x in (q, dout * 0 + 1, out.astype(q.dtype), top, total))"),
-    Fault("a ring's gradients are doubled", RING, f"{GRID} -k doubled", "return added_up(grads, part.gives",
+    Fault("a ring's gradients are doubled", RING, RING_TEST, "return added_up(grads, part.gives",
           "return added_up(grads * 2, part.gives"),
-    Fault("a rank without tokens leaves the backward", "ms_dtensor/parallel/context.py", f"{GRID} -k has_nothing",
+    Fault("a rank without tokens leaves the backward", "ms_dtensor/parallel/context.py", RING_TEST,
           "return connected(full((0, q._shape[1], v._shape[2]), 0, q.dtype), q, *there)",
           "return full((0, q._shape[1], v._shape[2]), 0, q.dtype)"),
     Fault("loads are one rank's", "ms_dtensor/parallel/router.py", f"{EXPERT_GRID} -k same_tokens",  # torchtitan#4154
