@@ -105,7 +105,7 @@ class Router(nn.Cell):
     def _chosen(self, logits, bias):
         n, count = logits.shape
         if not n:  # a rank without tokens; the CPU's kernels refuse it
-            return wider(logits[:, :self.k]), full((0, self.k), 0, ms.int32)
+            return wider(logits)[:, :self.k], full((0, self.k), 0, ms.int32)  # nor has it a gradient of slices of bfloat16
         scores = self.scores(logits)
         choice = ops.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
         # a score that is NaN is never chosen, and a CPU's softmax makes 0 of those beside it: all weights of the row tell it

@@ -13,7 +13,7 @@ from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.parallel.experts import ratio
 from tests.cases import case
-from tests.dist.support import array, counted, each_once, equal_each, mesh_1d, refusal
+from tests.dist.support import array, counted, each_once, equal, equal_each, mesh_1d, refusal
 from tests.experts.reference import expected, operands, random_choice
 from tests.tiers import sampled
 
@@ -234,6 +234,15 @@ def a_rank_without_tokens_has_weights_of_the_others_dtype(world):
     alone, picks = md.Router(2)(Tensor(logits))
     want = md.moe(Tensor(x), alone, picks, *map(Tensor, ws)).asnumpy()
     np.testing.assert_allclose(y.full_tensor().asnumpy(), want, rtol=1e-10)
+
+
+@case(world_size=2)
+def a_rank_without_tokens_has_gradients_of_logits_in_bfloat16(world):
+    mesh, router, logits = mesh_1d(2, "ep"), md.Router(2), np.random.default_rng(6).normal(size=(1, 5))
+    got = md.grad(lambda x: (router(x)[0] ** 2).sum())(pieces(logits, mesh, [Shard(0)]).astype(ms.bfloat16))
+    want = ms.grad(lambda x: (router(x)[0] ** 2).sum())(Tensor(logits, ms.bfloat16))
+    assert (got.to_local().shape[0] > 0) == (world.rank == 0) and array(want).any()
+    equal(array(got.astype(ms.float32)), array(want.astype(ms.float32)), rtol=0.01)
 
 
 @case(world_size=2)
