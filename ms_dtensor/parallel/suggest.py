@@ -103,6 +103,7 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
 
 def _found(module: nn.Cell, ranks: int):
     """(path, style, "") of every cell that is recognised, and (path, style or None, problem) of those that stay whole."""
+    paths = {id(cell): path for path, cell in module.cells_and_names()}
     for path, cell in module.cells_and_names():
         children = dict(cell._cells)
         linear = {k: c for k, c in children.items() if c is not None and _is_linear(c)}
@@ -114,6 +115,8 @@ def _found(module: nn.Cell, ranks: int):
             for key, style in styles.items():
                 yield prefix + key, style, problem
         for key, child in children.items():
+            if child is not None and paths[id(child)] != prefix + key:
+                continue  # it stands elsewhere, too, and goes by the name that it has there
             if child is not None and _is_embedding(child) and key in _TABLE:
                 yield prefix + key, RowwiseParallel(input_layouts=Replicate(), **_DTENSORS), ""
             elif key in _HEAD and key in linear:

@@ -289,6 +289,23 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
         plan, text = _told(lambda: md.suggest_plan(model, mesh))
         assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
         assert world.rank or all(f"left whole: {line}" in text for line in whole), text
+
+    class Ahead(nn.Cell):
+        """A second head that says a later token: DeepSeek-V3's has the table and the output matrix of the model."""
+
+        def __init__(self, first):
+            super().__init__()
+            table, head = nn.Embedding(8, 12), nn.Dense(12, 8)
+            if first:
+                self.embed_tokens, self.lm_head = table, head
+            self.later = nn.Cell()
+            self.later.embed_tokens, self.later.lm_head, self.later.mlp = table, head, GateUp(12, 16)
+            if not first:
+                self.embed_tokens, self.lm_head = table, head
+    for first, prefix in ((True, ""), (False, "later.")):  # a cell at two places is named once, as a plan has to name it
+        plan, _ = _told(lambda: md.suggest_plan(Ahead(first), mesh))
+        assert set(plan) == {f"{prefix}embed_tokens", f"{prefix}lm_head", "later.mlp.gate_up_proj", "later.mlp.down_proj"}
+        parallelize_module(Ahead(first), mesh, plan)
     for wrong in (lambda: md.suggest_plan(nn.Dense(4, 4), mesh), lambda: md.suggest_plan(block(), mesh_2d())):
         refused_alike(world, wrong, ConfigError)
 
