@@ -59,6 +59,29 @@ def test_a_mask_of_shards_is_refused_with_what_to_do(fn):
     assert "redistribute" in str(caught.value)
 
 
+@pytest.mark.parametrize("fn", [ops.nonzero, lambda x: mint.masked_select(x, x > 0), lambda x: x[x > 0]])
+def test_an_axis_of_one_rank_cuts_nothing(fn):
+    with fake_world(2, 0):  # as where a program's dp is 1
+        x = placed(X, md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), S(0), R)
+        assert np.array_equal(fn(x).full_tensor().asnumpy(), fn(Tensor(X)).asnumpy())
+        x = x * 1
+        x[x > 0] = placed(np.arange(4, dtype=np.float32), x.device_mesh, S(0), R)
+        assert np.array_equal(x.full_tensor().asnumpy()[X > 0], np.arange(4))
+
+
+def test_rows_for_a_mask_of_shards_are_written_by_what_the_refusal_says(mesh):
+    chosen, new = X[:, 0] > 0, np.arange(6, dtype=np.float32).reshape(2, 3)
+    expected = X.copy()
+    expected[chosen] = new
+    x, mask, value = placed(X, mesh, S(0)), placed(chosen, mesh, S(0)), placed(new, mesh, S(0))
+    assert np.array_equal(x.masked_scatter(mask.unsqueeze(-1).broadcast_to(x.shape), value).asnumpy(), expected)
+    with fake_world(2, 0):
+        two = md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        x, mask, value = placed(X, two, S(0)), placed(chosen, two, S(0)), placed(new, two, S(0))
+        with pytest.raises(OpRuleError, match=r"x.masked_scatter\(mask.unsqueeze\(-1\).broadcast_to\(x.shape\), value\)"):
+            x[mask] = value
+
+
 def test_writes_by_index_reach_the_tensor_itself(mesh):
     index, rows = np.array([2, 0]), np.arange(6, dtype=np.float32).reshape(2, 3)
     ids, values = placed(index, mesh), placed(rows, mesh)

@@ -243,6 +243,10 @@ class Layout:
         """True if every rank holds the whole value."""
         return all(p.is_replicate() for p in self.placements)
 
+    def is_whole(self) -> bool:
+        """True if every rank holds the whole value, whatever its placement on an axis of one rank."""
+        return all(p.is_replicate() or n == 1 for p, n in zip(self.placements, self.mesh.shape))
+
     def has_partial(self) -> bool:
         """True if some axis is Partial."""
         return bool(self.partial_axes)

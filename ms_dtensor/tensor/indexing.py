@@ -108,7 +108,7 @@ class Picked(NamedTuple):
 def _whole(mask) -> bool:
     """Whether every rank holds all of a mask."""
     layout = getattr(mask, "_layout", None)
-    return layout is None or layout.is_replicated()
+    return layout is None or layout.is_whole()
 
 
 def _picked(item, what: str) -> list:
@@ -247,7 +247,8 @@ def _set_where(x, mask, value):
     if isinstance(value, Tensor) and value.ndim > len(x.shape) - len(shape):
         raise OpRuleError("For 'setitem', a boolean mask that is not whole takes a scalar or one value for each row.",
                           x.layout.describe(), "Which element of a longer value goes where depends on data.",
-                          ("x.copy_(where(mask, value, x)) with a value of x's shape",
+                          ("x = x.masked_scatter(mask.unsqueeze(-1).broadcast_to(x.shape), value)",
+                           "x.copy_(where(mask, value, x)) with a value of x's shape",
                            "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))
     mask = _constant(x, mask)
     wide = (*shape, *(1,) * (len(x.shape) - len(shape)))

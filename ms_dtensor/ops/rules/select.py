@@ -56,7 +56,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
             cannot stay.
     """
     mesh = layouts[0].mesh
-    if spec.by_data and not all(x.is_replicated() for x in layouts):
+    if spec.by_data and not all(x.is_whole() for x in layouts):
         raise OpRuleError(f"For '{call.op}', an operand is not whole on every rank.",
                           "\n".join(x.describe() for x in layouts),
                           "The shape of the result depends on data, and a rank knows a part of it.",
