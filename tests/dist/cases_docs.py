@@ -16,7 +16,7 @@ from ms_dtensor.parallel import module
 from tests.cases import case
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {"training_with_mindspore": 10, "howto/port_from_pytorch": 5, "howto/port_from_hyper_parallel": 2,
+PAGES = {"training_with_mindspore": 11, "howto/port_from_pytorch": 5, "howto/port_from_hyper_parallel": 2,
          "howto/from_mindformers_2_1": 2, "howto/own_op": 4,
          "howto/own_style": 3, "howto/model_you_did_not_write": 4, "howto/debug_communication": 4, "howto/resume_elsewhere": 1,
          "howto/long_contexts": 2, "howto/experts": 1, "howto/check_local_code": 5, "pipeline": 11}

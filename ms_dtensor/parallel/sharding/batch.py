@@ -100,6 +100,7 @@ def _global_shapes(mine: list, mesh: DeviceMesh, who: str, label: str, last: lis
             raise LayoutError(f"For '{who}', the ranks' plain inputs are not the rows of one batch.", held,
                               "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims "
                               "agree.", ("drop the last batch, if it is smaller (drop_remainder=True)",
-                                         "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))
+                                         "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})",
+                                         "pad what a row has several of, as images, to [rows, most, ...]"))
         last[:] = everyone, shapes
     return last[1]
