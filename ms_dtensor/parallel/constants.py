@@ -18,6 +18,8 @@ from ..dispatch.planner import CONSTANTS_ALIKE
 from ..errors import MixedOperandError
 from ..tensor.dtensor import DTensor
 
+ALIKE = "_ms_dtensor_constants"  # cell attribute: what it makes is alike on all ranks, in a method that is registered, too
+
 
 def with_constants(given: Callable) -> Callable:
     """A `construct` inside which what cells make meets DTensors."""

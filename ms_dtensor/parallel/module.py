@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..internals.target import with_values
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
-from .constants import with_constants
+from .constants import ALIKE, with_constants
 from .fused import FusedColwiseParallel
 from .layouts import STYLES_MESH, around_construct, check_ties, explained
 from .styles import ParallelStyle
@@ -90,6 +90,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         around_construct(module, explained)
     if constants is not None:
         around_construct(module, with_constants)
+        module.__dict__[ALIKE] = True
     return module
 
 

@@ -99,6 +99,31 @@ def an_unedited_model_equals_one_device(world):
 
 
 @case(world_size=2)
+def constants_of_a_registered_method_are_alike_too(world):
+    """An encoder's `encode` makes positions, and is called in the place of the cell."""
+    class Encodes(Made):
+        def encode(self, x):
+            return Made.construct(self, x)
+    x, dx, rows = whole(mesh := mesh_of("dp"))
+    wanted = one_device(x)
+    for shard in (md.replicate, md.fully_shard):
+        for first in (True, False):
+            net = shard(Encodes(), mesh=mesh)
+            if first:
+                md.parallelize_module(net, mesh, constants="replicate")
+            md.register_fsdp_forward_method(net, "encode")
+            if not first:
+                md.parallelize_module(net, mesh, constants="replicate")
+            for given in (dx, rows):
+                with counted() as count:
+                    got = md.value_and_grad(lambda t, net=net: (net.encode(t) ** 2).mean(), None, net.trainable_params())(given)
+                compare(got, wanted, net)
+            assert count == step(net, rows)[1], count
+    net = md.parallelize_module(md.replicate(Encodes(), mesh=mesh), mesh, constants="replicate")
+    refusal(lambda: net.encode(dx), MixedOperandError)  # it knows of nothing before it is registered
+
+
+@case(world_size=2)
 def rows_that_come_from_outside_stay_rows(world):
     mesh = mesh_of("dp")
     x, dx, mine = whole(mesh)

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from ...dispatch.patches.recomputed import standing_in
 from ...errors import ConfigError
+from ..constants import ALIKE, with_constants
 from .batch import BATCH
 from .call import UNIT, runs_as_unit, units_of
 from .unit import Unit
@@ -137,6 +138,8 @@ METHODS = (unshard, reshard, set_requires_gradient_sync, set_requires_all_reduce
 def register_fsdp_forward_method(module: nn.Cell, method_name: str) -> None:
     """Lets another method of a data-parallel cell run as its `construct` does: parameters whole, plain inputs rows.
 
+    Also with `constants="replicate"`, where `parallelize_module` was told so, before or after.
+
     Args:
         module: a cell; nothing is done to one that neither `fully_shard` nor `replicate` was applied to, as in PyTorch.
         method_name: of the method, such as "generate" or "encode".
@@ -171,7 +174,7 @@ def register_fsdp_forward_method(module: nn.Cell, method_name: str) -> None:
             return own(cell, *args, **kwargs)
         before, after = cell.__dict__[BATCH]
         args, kwargs = before(cell, args, kwargs)
-        out = inner(cell, *args, **kwargs)
+        out = (with_constants(inner) if ALIKE in cell.__dict__ else inner)(cell, *args, **kwargs)
         changed = after(cell, args, out)
         return out if changed is None else changed
     module.__dict__[method_name] = MethodType(run, module)
