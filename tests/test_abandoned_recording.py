@@ -68,3 +68,15 @@ def test_a_gradient_around_the_first_dtensor_goes_on():
         assert recording()
         return inner.to_local().sum() if isinstance(inner, md.DTensor) else inner.sum()
     assert np.allclose(ms.grad(outer)(Tensor(X)).asnumpy(), 24 * X)
+
+
+def test_experts_of_one_device_are_differentiated_after_it():
+    """They are differentiated once, and took the gradient after the one that raised for a second."""
+    x, one = Tensor(X), Tensor(np.ones((3, 1), np.float32))
+    w1, w3, w2 = (Tensor(np.random.default_rng(i).normal(size=s).astype(np.float32)) for i, s in enumerate(
+        ((2, 4, 2), (2, 4, 2), (2, 2, 4))))
+    step = md.grad(lambda t: (md.moe(t, one, Tensor([[0], [1], [0]], ms.int32), w1, w2, w3) ** 2).sum())
+    wanted = step(x).asnumpy()
+    for time in range(2):
+        _leave_recording(_raise)
+        assert np.array_equal(step(x).asnumpy(), wanted), time

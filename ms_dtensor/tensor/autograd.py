@@ -14,6 +14,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
+from ..dispatch.patches.gradients import end_abandoned
 from ..internals.names import composite, context, context_keys, enabled
 
 
@@ -69,6 +70,7 @@ def _made_once(gradient: Callable) -> Callable:
         nonlocal made
         if context.get_param(context_keys.mode) != ms.PYNATIVE_MODE or not enabled():
             return gradient(*args, **kwargs)
+        end_abandoned()  # before there is a DTensor, MindSpore goes on recording what raised, and would take this for nested
         if made is None or made[0] is not composite._wrap_func:
             made = composite._wrap_func, make(fn, *rest)
         return made[1](*args, **kwargs)
