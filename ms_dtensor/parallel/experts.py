@@ -233,9 +233,10 @@ _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup,
             room: int | None):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose rank this is."""
-    laid = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
-    if len(laid) < 6 or x is None or w1 is None or len({t.mesh for t in laid}) > 1:
-        raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in laid),
+    laid = {"x": x, "weights": weights, "chosen": chosen, "w1": w1, "w2": w2, "w3": w3}
+    if x is None or w1 is None or len({t and t.mesh for t in laid.values()}) > 1:
+        raise LayoutError("For 'moe', some tensors are plain, or on another mesh.",
+                          "\n".join(f"{name} {'plain' if t is None else t.describe()}" for name, t in laid.items()),
                           "Tokens and experts are DTensors on one mesh, or all are plain.",
                           ("replicate or fully_shard the model over the data axes: its parameters move to the common mesh",
                            "distribute_tensor(t, mesh, placements)"))

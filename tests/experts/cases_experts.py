@@ -317,7 +317,7 @@ def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
     assert not count
     cut = [pieces(w, mesh, rows) for w in ws]
     assert not refused(LayoutError, "not cut over tp", lambda: md.moe(*tokens, *cut, mesh=mesh["tp"]))
-    assert not refused(LayoutError, "plain", lambda: md.moe(*tokens, *(Tensor(w) for w in ws)))
+    assert not refused(LayoutError, "w1 plain\n", lambda: md.moe(*tokens, *(Tensor(w) for w in ws)))
     weights[6, 1] = np.nan  # in the second half of the tokens
     bad = pieces(weights, mesh, rows)
     count = refused(DTensorError, "1 tokens", lambda: md.moe(tokens[0], bad, tokens[2], *cut))
