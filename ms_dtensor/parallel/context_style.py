@@ -86,8 +86,9 @@ class ContextParallel(ParallelStyle):
             if axis not in _axes(query, self.seq_dim):
                 raise ConfigError(f"For 'ContextParallel', '{axis}' cuts the query, but not its sequence.",
                                   query.layout.describe(), f"'{axis}' cuts dim {self.seq_dim}, the sequence, alone.",
-                                  ("cells that leave [batch, sequence, features] as it is: mint.nn.Linear, where nn.Dense "
-                                   "makes one dim of the first two, which moves the cut", f"seq_dim= of '{axis}'"))
+                                  ("cells that leave [batch, sequence, features] as it is: mint.nn.Linear and "
+                                   "mint.nn.Embedding, where nn.Dense and nn.Embedding make one dim of the first two, "
+                                   "which moves the cut", f"seq_dim= of '{axis}'"))
             if len(rest) != 2 or named:
                 raise ConfigError("For 'ContextParallel', the cell got something else than a query, a key and a value.",
                                   f"{len(rest) + 1} arguments, by name {', '.join(named) or 'none'}",
