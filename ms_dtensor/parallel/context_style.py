@@ -107,7 +107,8 @@ class ContextParallel(ParallelStyle):
         for name in _axes(query, batch):
             parts *= mesh[name].size()
         each = 2 * ranks if self.order == "head_tail" else ranks
-        if length % each or rows % parts or any(_axes(x, self.seq_dim) != (axis,) or _axes(x, batch) != _axes(query, batch)
+        cut = _cutting(query, batch, axis)
+        if length % each or rows % parts or any(_cutting(x, self.seq_dim, axis) != (axis,) or _cutting(x, batch, axis) != cut
                                                 or x.shape[self.seq_dim] != length for x in operands):
             raise ConfigError(f"For 'ContextParallel', rows are not cut evenly and alike over '{axis}'.",
                               "\n".join(x.layout.describe() for x in operands),
@@ -125,6 +126,11 @@ class ContextParallel(ParallelStyle):
 
 def _axes(x: DTensor, dim: int) -> tuple[str, ...]:
     return tuple(x.device_mesh.mesh_dim_names[a] for a in x.layout.dim_axes[dim])
+
+
+def _cutting(x: DTensor, dim: int, axis: str) -> tuple[str, ...]:
+    """Without axes of one rank, as dp is in many a program: what makes one dim of two leaves them on either."""
+    return tuple(name for name in _axes(x, dim) if name == axis or x.device_mesh[name].size() > 1)
 
 
 def _as_list(x: DTensor, axis: str) -> DTensor:

@@ -371,6 +371,15 @@ def the_style_is_the_cell_of_whole_rows(world):
                     off = np.abs(x.full_tensor().asnumpy() - y[:, at]).max() / np.abs(y).max()
                     assert off <= 1e-12, (names, order, algorithm, name, off)
                 assert core.ran == 0
+    mesh = md.init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))  # a reshape left dp on the sequence
+    core = md.ContextParallel().apply(Core(), mesh["cp"])
+    xs = [md.distribute_tensor(Tensor(x), mesh, {"dp": md.Shard(dp), "cp": md.Shard(1)})
+          for x, dp in ((q, 1), (k, 1), (v, 0), (dout, 0))]
+    got = [core(*xs[:3]), *md.grad(lambda *t: (core(*t) * xs[3]).sum(), (0, 1, 2))(*xs[:3])]
+    for x, y in zip(got, want):
+        assert np.abs(x.full_tensor().asnumpy() - y).max() <= 1e-12 * np.abs(y).max(), x
+    assert core.ran == 0
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     core = md.ContextParallel().apply(Core(), mesh["cp"])
     whole = core(*(md.distribute_tensor(Tensor(x), mesh, src_data_rank=None) for x in (q, k, v)))
     assert core.ran == 1 and np.abs(whole.full_tensor().asnumpy() - want[0]).max() < 1e-6
