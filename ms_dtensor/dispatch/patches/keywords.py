@@ -67,7 +67,8 @@ def _set_item(self, index, value):
         raise MixedOperandError("For 'setitem', a DTensor cannot be written into a plain tensor.",
                                 f"plain {type(self).__name__}{list(self._shape)} <- {value._layout.describe()}",
                                 "The plain tensor would hold this rank's shard only.",
-                                ("distribute_tensor(target, device_mesh, placements) first",
+                                ("target = x.new_zeros(shape) of a DTensor x, or one ops.cat of the parts",
+                                 "distribute_tensor(target, device_mesh, placements) first",
                                  "write value.full_tensor() or value.to_local()"))
     return _BASE.__setitem__(self, index, value)
 
