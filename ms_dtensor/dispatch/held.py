@@ -20,6 +20,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ..comm.pretended import executing
 from ..core.tree import leaves
 from ..internals.names import (
     Function,
@@ -61,16 +62,17 @@ class Holding:
         self.gates: dict[int, tuple[Tensor, Any]] = {}  # by id of what they stand for: it must not go before
         self.weights: dict[int, Tensor] = {}  # gates, and what is theirs in another dtype, while the forward runs
         self.shared = False  # whether there is a node that both parts may run
-        self.cutting = False  # while a product's own graph is recorded
+        self.cut = frozenset[int]()  # while a product's own graph is recorded, ids of its leaves
         self.products: list[tuple[Tensor, Tensor]] = []  # a small graph's result and its cotangent
 
     def gate(self, x, kind: type | None = None, data: Tensor | None = None) -> Tensor:
         """The leaf that stands for a parameter, or for what a unit made of one, with the values of that or of `data`."""
         if id(x) not in self.gates:
             layout = getattr(x, "_layout", None)
-            values = x if data is None else data
+            dry = executing() if layout is None and data is None else None  # where a plain parameter is never made
             with NoFallbackGuard():
-                out = make(kind or (GatedTensor if layout is None else classes.GATED), detach(local_alias(values)))
+                values = detach(local_alias(x if data is None else data)) if dry is None else dry.nameless(x.shape, x.dtype)
+                out = make(kind or (GatedTensor if layout is None else classes.GATED), values)
             set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout
@@ -117,11 +119,11 @@ class _Held(Function):
         was = recording(), enabled()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)
-        store.cutting = True
+        store.cut = frozenset(map(id, cut))
         try:
             y = run(*filled)
         finally:
-            store.cutting = False
+            store.cut = frozenset()
             executor.set_grad_flag(was[0])
             executor.set_enable_grad(was[1])
         ctx.held = store, cut, y

@@ -15,6 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ..comm.packing import added
 from ..comm.pretended import executing
 from ..core.tree import leaves, map_leaves
 from ..errors import OpRuleError
@@ -159,6 +160,9 @@ class HeldRecording(Recording):
             sums = [_sum(a, b) for a, b in zip(self._early, late)]
             roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]
             found = [_sum(a, b) for a, b in zip(self._direct, self._gradients(roots, list(params)))]
+            if (dry := executing()) is not None:
+                for grad in filter(lambda g: g is not None, found):
+                    dry.ledger.is_now(grad, "gradients")
         self.drop()
         return handed_out(list(params), found)
 
@@ -177,7 +181,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     with NoFallbackGuard():
-        return a + b
+        return added(a, b)
 
 
 def handed_out(of: list, found: list) -> list:

@@ -57,7 +57,9 @@ ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether laye
     "pp2": (NARROW, {"pp": 2}, False), "cp2": (NARROW, {"cp": 2}, False),
     "ep2": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, False),
     "single, wide": (WIDE, {}, False), "fsdp2, wide, recomputed": (WIDE, {"dp": 2, "fsdp": True}, True)}
-MORE = {"sp2": (NARROW, {"tp": 2, "sequence_parallel": True}, False)}  # of `suggested.py`, which compares it with tp2
+MORE = {"sp2": (NARROW, {"tp": 2, "sequence_parallel": True}, False),  # of `suggested.py`, which compares it with tp2
+        "pp2, zbh1": (NARROW, {"pp": 2, "pp_schedule": "zbh1"}, False),  # whose memory alone is compared
+        "pp2, zbv": (NARROW, {"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}, False)}
 
 
 def config(row: str, compiled: bool = False) -> Config:

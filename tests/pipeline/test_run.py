@@ -2,13 +2,16 @@
 """Pipelines that run, on real ranks."""
 from __future__ import annotations
 
+import gc
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.ops import ones
 
-from ms_dtensor import init_device_mesh
+from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh
+from ms_dtensor.dispatch.held import Holding
 from ms_dtensor.errors import ConfigError, ScheduleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, pipeline
 
@@ -52,3 +55,22 @@ def test_sums_and_weights_are_one_devices_where_gradients_are_one_tensor(cpu, ki
     assert float(schedule.eval(x, target=t, weights=weights)) == pytest.approx(float(value), rel=1e-6)
     for w, g in zip(grads, got, strict=True):
         np.testing.assert_allclose(g.asnumpy(), w.asnumpy(), rtol=1e-5)
+
+
+def test_a_step_leaves_nothing_for_the_collector_of_garbage(cpu):
+    """Products held back would wait for it, of every microbatch, where calls of units refer to each other."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    stages = pipeline(nn.SequentialCell(*(nn.SequentialCell(nn.Dense(4, 4), nn.Tanh()) for _ in range(2))), mesh["pp"])
+    for cell in (*stages[0].module.cells(), stages[0].module):
+        fully_shard(cell, mesh=mesh["dp"])
+    x = distribute_tensor(Tensor(np.random.default_rng(1).normal(size=(6, 4)).astype(np.float32)), mesh["dp"], [Shard(0)])
+    schedule = ScheduleZBH1(stages, 3, lambda y, t: ((y - t) ** 2).mean())
+    schedule.step(x, target=x)
+    gc.collect()
+    gc.disable()
+    try:
+        schedule.step(x, target=x)
+        left = [one for one in gc.get_objects() if isinstance(one, Holding) and one.products]
+    finally:
+        gc.enable()
+    assert not left

@@ -14,7 +14,6 @@ from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainCon
 from model_zoo.llama.configio import dump
 from model_zoo.llama.dry import dry_stages, dry_step
 from model_zoo.llama.tools import predict
-from ms_dtensor.errors import OpRuleError
 
 CONFIG = Config(model=ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=96),
                 parallel=ParallelConfig(dp=2, tp=2), train=TrainConfig(batch=4, seq=16, compile=False))
@@ -54,11 +53,15 @@ def test_ranks_of_several_stages_tell_each_other_what_comes():
     assert all(run.flops() for run in runs) and dry_step(cfg, 2, 0).flops() == runs[0].flops()
 
 
-def test_a_backward_in_two_parts_is_refused():
-    cfg = replace(CONFIG, parallel=ParallelConfig(pp=2, pp_schedule="zbh1"), model=replace(CONFIG.model, n_layers=4),
-                  train=replace(CONFIG.train, micro_batches=4))
-    with pytest.raises(OpRuleError, match="in two parts"):
-        dry_stages(cfg, 2)
+@pytest.mark.parametrize("schedule, stages, alike", [("zbh1", 1, "1f1b"), ("zbv", 2, "interleaved")])
+def test_a_backward_in_two_parts_computes_what_one_does(schedule, stages, alike):
+    """A product of an activation and a weight has two events."""
+    cfg = replace(CONFIG, model=replace(CONFIG.model, n_layers=4), train=replace(CONFIG.train, micro_batches=4))
+    parts, whole = (dry_stages(replace(cfg, parallel=ParallelConfig(pp=2, pp_schedule=name, pp_stages_per_rank=stages)), 2)
+                    for name in (schedule, alike))
+    products, twice = (sum(bool(e.flops) for run in runs for e in run.events if e.phase == "backward") for runs in (whole, parts))
+    assert twice - products == 4 * (4 * 7 + 1), "those of seven weights a layer and the head's, of each microbatch"
+    assert sum(run.flops() for run in parts) == sum(run.flops() for run in whole)
 
 
 def test_the_command_runs_experts_on_several_stages(monkeypatch, capsys, tmp_path):

@@ -12,6 +12,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 from mindspore.ops.auto_generate import as_strided
@@ -164,3 +165,22 @@ def nothing(dtype) -> np.ndarray:
     if dtype_name(dtype).startswith(DIFFERENTIABLE):
         out.fill(np.nan)
     return out
+
+
+def dtype_of(name: str) -> Any:
+    """MindSpore's dtype of that name."""
+    return getattr(ms, "bool_" if name == "bool" else name)
+
+
+def nbytes(dtype) -> int:
+    """Of one element of MindSpore's dtype."""
+    return nbytes_of(dtype_name(dtype))
+
+
+def nbytes_of(name: str) -> int:
+    """Of one element of the dtype of this name."""
+    name = name.lower()
+    return 1 if name == "bool" else max(int("".join(c for c in name if c.isdigit()) or 32) // 8, 1)
+
+def differentiable(x) -> bool:
+    return dtype_name(x.dtype).startswith(DIFFERENTIABLE)

@@ -13,7 +13,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
@@ -26,6 +25,7 @@ from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
+from ...dispatch.held import holding
 from ...dispatch.memo import stepped
 from ...dispatch.modes import implicit_replication
 from ...dispatch.op_plan import Abstract
@@ -33,104 +33,16 @@ from ...dispatch.operands import DIFFERENTIABLE, as_local, dtype_name, local_ali
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recompute_module, recording
-from .abstract import Ledger, nameless, on_storage_of
+from .abstract import Ledger, differentiable, dtype_of, nameless, nbytes, nbytes_of, on_storage_of
 from .forks import Fork, Made
-from .formulas import BY_NUMPY, backward_flops, flops, kept, passes, stays, within
+from .formulas import BY_NUMPY, flops, within
+from .node import SEVERAL, Job, Op
 from .told import Told
 
 _BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _ITSELF = frozenset(("cast", "identity"))
-_SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size",
-                      "grouped_matmul"))  # a tuple, also of one result
-
-
-class Op(Function):
-    """Any op: its results and its gradients have shapes, and no data."""
-
-    @staticmethod
-    def forward(ctx, job: Job, *xs):
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        outs, saved = job.results()
-        ctx.save_for_backward(*saved)  # recomputation replaces what is saved, as of any op
-        return outs[0] if job.single else outs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        job, ctx.job = ctx.job, None
-        if job is None:
-            raise OpRuleError("For 'dry_run', a backward runs a second time.", "",
-                              "A backward in two parts, as of the schedules zbh1, zbv and dualpipev, is not known to it.",
-                              ("schedule 1f1b or interleaved", "one backward of each forward"))
-        return None, *job.gradients(grads, ctx.saved_tensors)
-
-
-class Job:
-    """One recorded op."""
-
-    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, scratch=None):
-        self.executor, self.what, self.single = executor, what, single
-        self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
-        self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
-        self.site = executor.events[event].site
-        asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
-        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
-        self.read = executor.read(what, xs, executor.events[event].phase)
-        self.saved: list = [local_alias(self.read[i]) for i in operands] if asked else []
-        self.keeps_result = bool(asked) and result
-        self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
-        self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
-        self.where = executor.where(what.op, scratch)
-
-    def results(self) -> tuple[tuple, list]:
-        """The results, and what the backward needs."""
-        outs = self.executor.made(self.what, self.read[0], self.shapes, self.dtypes, self.event, self.where)
-        _until_it_ends, (saved, self.saved) = self.read, (self.saved, [])
-        self.read = []
-        own = [self._like_first() for _ in range(self.within[1])]
-        own += self._arrays(0, self.event)
-        _for_itself = [self._like_first() for _ in range(self.within[0])] + self._arrays(1, self.event)  # until this ends
-        return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
-
-    def _arrays(self, which: int, event: int) -> list[Tensor]:
-        return self.executor.arrays(self.scratch[which], self.dtypes[0], event) if self.scratch else []
-
-    def _like_first(self) -> Tensor:
-        shape, dtype, _ = self.operands[0]
-        if not self.executor.on_host and nbytes(dtype) == 2:
-            dtype = ms.float32  # as `wider` makes them
-        return self.executor.ledger.new(shape, dtype, "activations", self.event)
-
-    def gradients(self, grads, saved) -> list:
-        """Those of the operands; the event of the backward."""
-        executor = self.executor
-        came = [g for g in grads if g is not None]
-        given, asked = came[0] if came else None, sum(1 for _, _, wanted in self.operands if wanted)
-        view = self.what.view and self.what.op not in _SEVERAL  # a sum of what came of each
-        read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *came))
-        written = 0 if view else sum(
-            prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
-        cost = backward_flops(self.what.op, self.cost, asked)
-        at = executor.note(self.what.op, "backward", self.site, cost, read, written, came, self.dtypes[0])
-        shape = self.operands[0][0]
-        if executor.on_host and (own := stays(self.what.op, prod(shape))):
-            executor.ledger.kernels[self.what.op, shape] = own
-        out: list = []
-        for i, (shape, dtype, wanted) in enumerate(self.operands):
-            if not wanted:
-                out.append(None)
-            elif passes(self.what.op, i) and given is not None and (shape, dtype) == (tuple(given._shape), given.dtype):
-                out.append(local_alias(given))
-            elif view and given is not None and given.dtype == dtype and prod(shape) == prod(given._shape):
-                out.append(executor.view(self.what.op, given, shape))
-            else:
-                _until_it_is_there = executor.read(self.what, came, "backward")  # each has a kernel
-                out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
-                del _until_it_is_there
-        _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this
-        return out
 
 
 class Executor(Told):
@@ -165,13 +77,13 @@ class Executor(Told):
         what = run.abstract
         if what.shapes is None:
             return self.by_data(run, call, tensors)
-        kinds = {self._computed_in(x) for x in tensors if _differentiable(x)} if what.op in ("matmul", "linear") else ()
+        kinds = {self._computed_in(x) for x in tensors if differentiable(x)} if what.op in ("matmul", "linear") else ()
         if len(kinds) > 1 and not recompute_module.get_curr_amp_strategy():  # which casts them
             raise TypeError(f"For '{what.op}' at {user_site()}, the types of operands should be the same, but got "
                             f"{', '.join(sorted(kinds))}.")
         name = getattr(call.func, "name", "")
         dtypes = [dtype_of(_BY_NAME.get((what.op, name), dtype)) for dtype in what.dtypes]
-        single = len(what.shapes) == 1 and what.op not in _SEVERAL
+        single = len(what.shapes) == 1 and what.op not in SEVERAL
         cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
         read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
@@ -187,7 +99,7 @@ class Executor(Told):
 
     def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), scratch=None):
         """The results of an op, with its node where gradients are recorded; `scratch` as of `node`."""
-        if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
+        if not recording() or not enabled() or not any(x._requires_grad and differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
             read = self.read(what, tensors, self.events[event].phase)
@@ -195,7 +107,7 @@ class Executor(Told):
             _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else [
                 self.like(x, kind="activations") for x in tensors[:1] for _ in range(within(what.op, self.on_host)[0])]
             return outs[0] if single else outs
-        used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
+        used = [self.forked(x) if x._requires_grad and differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
                   single, cost, scratch)
@@ -374,10 +286,12 @@ class Executor(Told):
         if not enabled():
             return x
         node = x._grad_node
+        store = holding.get()
+        late = store is not None and bool(store.cut)  # uses whose gradient comes in a part of its own
         if x._is_leaf or node is None:
-            key: Any = "leaf", id(x)
+            key: Any = "leaf", id(x), late
         elif isinstance(node, Function):
-            key = id(node), x._output_index
+            key = id(node), x._output_index, late
         else:
             return x  # a node of MindSpore's own, of which Python gets another object each time
         _, handle = self.forks.get(key, (None, x))
@@ -467,26 +381,6 @@ class Executor(Told):
     def _shared(self, size: int) -> str:
         """Where what a collective brings lies: a host's ranks have blocks of some sizes, none of which serves another."""
         return f"shared, {rounded(size)}" if self.on_host else "pool"
-
-
-def dtype_of(name: str) -> Any:
-    """MindSpore's dtype of that name."""
-    return getattr(ms, "bool_" if name == "bool" else name)
-
-
-def nbytes(dtype) -> int:
-    """Of one element of MindSpore's dtype."""
-    return nbytes_of(dtype_name(dtype))
-
-
-def nbytes_of(name: str) -> int:
-    """Of one element of the dtype of this name."""
-    name = name.lower()
-    return 1 if name == "bool" else max(int("".join(c for c in name if c.isdigit()) or 32) // 8, 1)
-
-
-def _differentiable(x) -> bool:
-    return dtype_name(x.dtype).startswith(DIFFERENTIABLE)
 
 
 def _constant(x) -> Tensor:

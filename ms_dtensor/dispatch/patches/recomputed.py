@@ -100,7 +100,7 @@ class _Place:
 
     def __init__(self):
         store = holding.get()
-        self.twice = store is not None and store.cutting  # a held product asks for it in both parts of the backward
+        self.twice = store is not None and bool(store.cut)  # a held product asks for it in both parts of the backward
 
 
 class _Kept:

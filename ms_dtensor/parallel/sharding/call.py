@@ -98,8 +98,8 @@ class Call:
         self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
         self.before: Call | None = None  # in the step
-        # if this is the step: units' labels in the order of their calls, the last call, those of several cells
-        self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
+        self.last: Call | None = None  # if this is the step, inside of it
+        self.order, self.shared = list[str](), dict[Unit, Call]()  # units' labels as called, and calls of several cells
 
     def trains(self, p) -> bool:
         """Whether a gradient of a parameter is recorded. One node has all of a unit's, so for any one that is asked for
@@ -152,6 +152,7 @@ class Call:
             standing_in.reset(token)
         self.ran.append(cell)
         if root:  # what was gathered ahead for cells that did not run goes; and all ranks have come to the same cells
+            self.last = None  # or calls would refer to each other, and what they keep wait for the collector of garbage
             for other in units:
                 if other.state is State.GATHERING:
                     other.reshard(forced=True)
@@ -172,7 +173,7 @@ class Call:
         """Which call of the step this is, for the comparison between ranks: they may not come to cells in another order."""
         step.order.append(self.unit.label)
         if step is not self:
-            self.before, step.last = step.last, self
+            self.before, step.last = step.last or step, self
             self.before.unit.next = self.unit
         return f"at call {len(step.order)} of the step, {self.unit.label}"
 
