@@ -59,7 +59,8 @@ def test_a_backward_in_two_parts_computes_what_one_does(schedule, stages, alike)
     cfg = replace(CONFIG, model=replace(CONFIG.model, n_layers=4), train=replace(CONFIG.train, micro_batches=4))
     parts, whole = (dry_stages(replace(cfg, parallel=ParallelConfig(pp=2, pp_schedule=name, pp_stages_per_rank=stages)), 2)
                     for name in (schedule, alike))
-    products, twice = (sum(bool(e.flops) for run in runs for e in run.events if e.phase == "backward") for runs in (whole, parts))
+    products, twice = (sum(bool(e.flops) for run in runs for e in run.events if e.phase == "backward")
+                       for runs in (whole, parts))
     assert twice - products == 4 * (4 * 7 + 1), "those of seven weights a layer and the head's, of each microbatch"
     assert sum(run.flops() for run in parts) == sum(run.flops() for run in whole)
 
