@@ -95,6 +95,22 @@ def test_a_convolution_is_differentiated_twice_as_the_product_that_it_is(name):
         assert np.abs(g.to_local().asnumpy() - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
+def test_a_second_model_of_the_same_values_has_its_own_weights_in_a_penalty():
+    mesh = md.init_device_mesh("cpu", (1,))
+    given = laid(mesh, CONVOLVED)
+
+    def penalty(weight):
+        f = lambda x: (mint.tanh(CONVOLUTIONS["conv"][0](x, weight)) ** 2).sum()  # noqa: E731
+        return lambda x: (md.grad(f)(x) ** 2).sum()
+    values = []
+    for _ in range(2):
+        weight = ms.Parameter(laid(mesh, KERNEL), name="weight")
+        loss, (gradient,) = md.value_and_grad(penalty(weight), None, [weight])(given)
+        values.append((loss.item(), gradient.to_local().asnumpy()))
+        ops.assign(weight, weight * 3)  # as an optimizer does
+    assert values[0][0] == values[1][0] and np.array_equal(values[0][1], values[1][1])
+
+
 def test_what_has_not_been_shown_is_refused_and_first_order_is_as_ever():
     mesh = md.init_device_mesh("cpu", (1,))
     x = laid(mesh, A.astype(np.float32))

@@ -15,6 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from ...comm.packing import copy
 from ...internals.names import Function, NoFallbackGuard, executor, recording
 
 # element by element, or without a gradient: MindSpore's own backward makes no view, if all operands have one shape
@@ -31,12 +32,15 @@ LINEAR = frozenset("""
     embedding index index_select diag diag_all diagonal trace tril triu sum mean add_n cumsum roll flip repeat_interleave
     pad_pairs copy bias_add
 """.split())
-BILINEAR = frozenset(("matmul", "outer", "linear", "conv_classic", "conv_transpose_classic"))  # linear with a bias, too
+PRODUCTS = frozenset(("matmul", "outer", "linear"))  # the last one with a bias, too
+CONVOLUTIONS = frozenset(("conv_classic", "conv_transpose_classic"))
+BILINEAR = PRODUCTS | CONVOLUTIONS
 
 
 def to_any_order(op: str):
     """What runs an op's local function such that it can be differentiated again; None: the op is in no table."""
-    return broadcast_first if op in AGAIN else linear_node if op in LINEAR else bilinear_node if op in BILINEAR else None
+    return (broadcast_first if op in AGAIN else linear_node if op in LINEAR else bilinear_node if op in PRODUCTS else
+            convolution_node if op in CONVOLUTIONS else None)
 
 
 def broadcast_first(function, tensors):
@@ -107,17 +111,32 @@ class Bilinear(Function):
         return None, None, *out
 
 
-def bilinear_node(function, tensors):
+def _plain(x):
+    return Tensor._make_subclass(Tensor, x)
+
+
+def bilinear_node(function, tensors, constant=_plain):
     """`function((a, b))`, linear in each, as one node that is right to any order; what is linear in the others is added."""
     if tensors[2:]:
         none = [ops.zeros(x._shape, x.dtype) for x in tensors]
-        product = bilinear_node(lambda both: function([*both, *none[2:]]), tensors[:2])
+        product = bilinear_node(lambda both: function([*both, *none[2:]]), tensors[:2], constant)
         return product + linear_node(lambda others: function([*none[:2], *others]), tensors[2:])
     a, b = (ops.stop_gradient(_plain(x)) for x in tensors)
-    maps = (lambda y, g: _transposed(lambda xs: [function([xs[0], y])], [a], [g])[0],
-            lambda x, g: _transposed(lambda xs: [function([x, xs[0]])], [b], [g])[0],
-            lambda x, y: function([x, y]))
+    def by_first(y, grad):
+        held = constant(y)
+        return _transposed(lambda xs: [function([xs[0], held])], [a], [grad])[0]
+
+    def by_second(x, grad):
+        held = constant(x)
+        return _transposed(lambda xs: [function([held, xs[0]])], [b], [grad])[0]
+    maps = by_first, by_second, lambda x, y: function([x, y])
     return Bilinear.apply(maps, 2, *tensors)
+
+
+def convolution_node(function, tensors):
+    """`bilinear_node(function, tensors)`, whose gradients are taken beside a copy: MindSpore keeps the operand that a gradient
+    is not of, by its values, and an optimizer writes a weight, which another model of the same values would then be given."""
+    return bilinear_node(function, tensors, copy)
 
 
 def _transposed(f, at, grads):
@@ -131,10 +150,6 @@ def _transposed(f, at, grads):
 def _as_results(made):
     made = [x.copy() for x in made]  # the history of a view would be forgotten
     return made[0] if len(made) == 1 else tuple(made)
-
-
-def _plain(x):
-    return Tensor._make_subclass(Tensor, x)
 
 
 @contextmanager
