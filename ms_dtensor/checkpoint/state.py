@@ -14,7 +14,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
+from mindspore.experimental.optim import Optimizer
 
 from ..core.layout import Layout
 from ..dispatch.memo import Memo
@@ -267,7 +268,11 @@ def _told_by(node: Any) -> dict | None:
         stepped = {id(p) for p in node._parameters}
         return {p.name: p for p in node.get_parameters() if id(p) not in stepped}
     if isinstance(node, nn.Cell):
-        return dict(node.state_dict())
+        told = dict(node.state_dict())
+        if isinstance(node, Optimizer):  # NAdam and ASGD keep numbers in lists, which no Cell names; rates are options
+            told |= {p.name: p for name, kept in vars(node).items() if isinstance(kept, list) and name != "lrs"
+                     for p in kept if isinstance(p, Parameter)}
+        return told
     if not isinstance(node, type | Mapping | Tensor) and hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
         return dict(node.state_dict())
     return None

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from mindspore.experimental.optim import ASGD, NAdam
 from safetensors.numpy import load_file
 
 import ms_dtensor as md
@@ -116,12 +117,12 @@ def contents(net):
 
 @pytest.mark.parametrize("build", [lambda ps: nn.Adam(ps, 0.1), lambda ps: nn.Momentum(ps, [0.1, 0.2, 0.3], 0.9),
                                    optim.AdamW, optim.SGD, optim.Adafactor, optim.Muon,
-                                   lambda ps: optim.SGD(ps, momentum=0.9)])
+                                   lambda ps: optim.SGD(ps, momentum=0.9), NAdam, ASGD])
 def test_a_cell_and_its_optimizer(tmp_path, build):
     def made(seed):
         net = Net(seed)
         optimizer = build(net.trainable_params())
-        for step in range(2):
+        for step in range(seed, 3):  # another number of steps
             optimizer(tuple(Tensor(numbers(np.float32, p.shape, seed + step)) for p in net.trainable_params()))
         return net, optimizer
     net, optimizer = made(1)
