@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands that MindSpore 2.10 keeps: where they lie in memory that goes, or that an optimizer writes, the op is given a
-copy. Nowhere else is it told.
+copy.
 
 It keeps an operand that no op has computed (a constant; in a backward in two parts a leaf, too), and takes it again for any
 of the same values, as of another layer: memory that has gone since gives silently wrong gradients of the other operands.
 Ops on DTensors come here from `op_plan.py`. Local tensors of constants have a class that is asked when an op takes them.
-Not here: vectors, which ops write (running statistics): those have memory of their own (`parallel/sharding/call.py`).
+Not here: vectors, which ops write (running statistics): those have memory of their own (`parallel/sharding/call.py`); what
+stands for a parameter whose memory stays (`frozen_alias` in `operands.py`), which MindSpore is told to take for one.
 """
 from __future__ import annotations
 

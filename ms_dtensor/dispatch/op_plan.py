@@ -238,6 +238,9 @@ class OpPlan:
             if (parameter or (grad and self.uneven)) and (
                     result.__class__ is not Tensor or (result._is_leaf and result._requires_grad)):
                 result = _as_nodes(result)
+            elif (grad and not first._requires_grad and first.__class__ is classes.PARAMETER and isinstance(result, Tensor)
+                    and (self.view is not None or self.op == "cast") and result.is_contiguous()):
+                result = result.view(result._shape)  # MindSpore would keep what was handed back: see `frozen_alias`
             winners = self.winners(operands[0], result) if grad and self.winners is not None else None
         out = self.results.wrap(result, grad, winners)
         if self.writes:

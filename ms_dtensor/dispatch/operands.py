@@ -160,12 +160,22 @@ def redistribute_operand(x, target: Layout, grad, who: str):
     return out if kept is None else kept(lambda: out)
 
 
+def frozen_alias(param):
+    """The local tensor of a parameter whose gradient is not asked for, which MindSpore takes for a parameter, too: any other
+    it keeps by its values, and gives this memory, whatever is written there by then, to all of the same values."""
+    out = local_alias(param)
+    out.param_info = param.param_info
+    return out
+
+
 def as_local(x, cotangent: Layout | None = None):
     """A DTensor as a plain local tensor, still connected; its cotangent arrives in `cotangent` (default: as `x` lies)."""
     if not recording():
         return local_alias(x)
     if not x._requires_grad:
-        return local_alias(x) if x._memo is None or x._memo.lent is None else classes.constant(x)
+        if x._memo is not None and x._memo.lent is not None:
+            return classes.constant(x)
+        return frozen_alias(x) if x.__class__ is classes.PARAMETER else local_alias(x)
     layout = x._layout
     cotangent = cotangent or layout.gradient()
     out = with_cotangent(x, cotangent)

@@ -134,8 +134,8 @@ def bilinear_node(function, tensors, constant=_plain):
 
 
 def convolution_node(function, tensors):
-    """`bilinear_node(function, tensors)`, whose gradients are taken beside a copy: MindSpore keeps the operand that a gradient
-    is not of, by its values, and an optimizer writes a weight, which another model of the same values would then be given."""
+    """`bilinear_node(function, tensors)`, whose gradients are taken beside a copy: MindSpore keeps the operand that a
+    gradient is not of, by its values; an optimizer writes a weight, and others of the same values would be given that."""
     return bilinear_node(function, tensors, copy)
 
 

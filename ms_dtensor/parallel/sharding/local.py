@@ -22,7 +22,7 @@ from ...dispatch import classes, modes
 from ...dispatch.constants import constant
 from ...dispatch.cotangent import as_copy
 from ...dispatch.memo import memo_of
-from ...dispatch.operands import as_local, dtype_name, local_alias, wrap
+from ...dispatch.operands import as_local, dtype_name, frozen_alias, wrap
 from ...errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from ...internals.names import NoFallbackGuard, recording, set_requires_grad
 from ...redistribute.execute import redistribute_local
@@ -110,7 +110,7 @@ def kept(call: Call, p: Any) -> Tensor:
     unit, layout = call.unit, p.layout
     dtype, cotangent = unit.policy.compute_dtype(p), layout.gradient(unit.partial_on[id(p)])
     with NoFallbackGuard():
-        x = local_alias(p) if dtype == p.dtype else ops.stop_gradient(p).astype(dtype)
+        x = frozen_alias(p) if dtype == p.dtype else ops.stop_gradient(p).astype(dtype)
     if not recording() or not p.requires_grad:
         set_requires_grad(x, False)
     elif dtype == p.dtype:
