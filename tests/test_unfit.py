@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor import DTensor, Layout, Replicate, RowwiseParallel, Shard, comm, init_device_mesh, parallelize_module
+from ms_dtensor import (
+    DTensor,
+    Layout,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    comm,
+    distribute_tensor,
+    init_device_mesh,
+    parallelize_module,
+    replicate,
+)
 from ms_dtensor.errors import OpRuleError
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -52,3 +63,18 @@ def test_a_whole_input_of_a_style_that_takes_shards_is_refused():
             with pytest.raises(OpRuleError, match="sizes do not fit") as caught:
                 cell(ops.ones((2, sizes[0])))
             assert "input_layouts=Replicate(), if every rank passes the whole" in str(caught.value)
+
+
+def test_a_mask_that_a_replicated_cell_takes_as_rows_is_refused_with_what_it_needs():
+    from mindspore import nn
+
+    class Masked(nn.Cell):
+        def construct(self, x, mask):
+            return (mint.matmul(x, x.swapaxes(1, 2)) + mask).sum()
+
+    with comm.fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        net, x, mask = replicate(Masked(), mesh=mesh), ops.ones((2, 3, 4)), ops.ones((3, 3))
+        with pytest.raises(OpRuleError, match=r"distribute_tensor\(x, mesh\), of a mask"):
+            net(x, mask)
+        assert net(x, distribute_tensor(mask, mesh)).layout.describe() == "f32[]{sum: dp} on mesh(dp=2)"

@@ -173,7 +173,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         raise OpRuleError(f"For '{op}', the operands' sizes do not fit.", ", ".join(x.describe() for x in layouts),
                           "These are the sizes of the whole tensors; what does not fit there is an error on one device too.",
                           ("a plain tensor that is one rank's shard: DTensor.from_local(x, mesh, placements)",
-                           "in a style: input_layouts=Replicate(), if every rank passes the whole")) from None
+                           "in a style: input_layouts=Replicate(), if every rank passes the whole",
+                           "distribute_tensor(x, mesh), of a mask that a replicated cell took for rows")) from None
     choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
     steps = tuple(_step(x, layout, target, varying, id(x) in alike)
                   for x, layout, target, varying in zip(tensors, layouts, choice.targets, choice.own))
