@@ -34,7 +34,8 @@ class ContextParallel(ParallelStyle):
         seq_dim: dim of the sequence.
         head_dim: dim of their heads; the one that is left of 0, 1, 2 is the batch, and 3 the width.
         order: how the program cut its rows: "in_order", or "head_tail", where rank r has the r-th piece from the front of
-            each row and the r-th from its end.
+            each row and the r-th from its end. It moves nothing: the program has put its rows, and what belongs to each
+            token, in that order, `ids[:, head_tail([length], ranks).index()]`.
         causal: a token sees none behind it.
         window: how many it sees, itself included.
         scale: of the products; None: 1/sqrt(width).
