@@ -51,6 +51,19 @@ def ops_of_cells_of_a_larger_unit_are_kept(world):
         same_step(net, plain, mesh)
 
 
+def cells_that_a_recomputed_one_is_given_are_whole_when_it_runs_again(world):
+    """A larger unit has their parameters, which were gathered anew by the ops that met the shards."""
+    def given():
+        return filled(Built(lambda c, x: c.body(x, c.side), body=Built(lambda c, x, side: c.up(x) + side(x), up=nn.Dense(5, 6)),
+                            side=nn.Dense(5, 6)))
+    mesh, plain = fsdp(), given()
+    want = same_step(whole(given(), mesh), plain, mesh)
+    for save in (None, ["matmul"]):
+        net = whole(given(), mesh)
+        checkpoint_wrapper(net.body, save=save)
+        assert same_step(net, plain, mesh) == want, save
+
+
 def kept_moves_are_not_sent_again(world, grid):
     sent = {}
     plan = {f"blocks.{i}.{part}": style(use_local_output=False) for i in range(3)

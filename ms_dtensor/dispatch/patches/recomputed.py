@@ -37,8 +37,8 @@ from ..held import holding
 from ..memo import times_written
 from ..operands import detached, leaf_of, local_alias, recording, wrap
 
-# Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
-# anew for the cells in `cell`, and which gives who did; and `stands`, whether there are such tensors.
+# Whose cells run now, outermost first. Each has `again(cells)`, inside which it has put tensors in the place of parameters
+# anew for all in these, and which gives who did; and `stands`, whether there are such tensors.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 # Of what the gradients of the forward under way will be, as ids; None: who asks for what is said when it is over.
 sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", default=None)
@@ -119,7 +119,9 @@ class _Forward:
     def __init__(self, run: Callable, cell: nn.Cell | None, keeps, context, args: tuple, kwargs: dict):
         self.run, self.cell, self.keeps, self.context = run, cell, keeps, context
         self.given = map_leaves(_without_memo, (args, kwargs), Tensor)
-        self.cells = [] if cell is None else [c for _, c in cell.cells_and_names()]
+        # what it is given to call, beside its own cells: others may stand in the slots of these, too
+        self.called: list[nn.Cell] = [] if cell is None else [cell, *leaves(self.given, nn.Cell)]
+        self.cells = [c for called in self.called for _, c in called.cells_and_names()]
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
         stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
@@ -173,7 +175,7 @@ class _Forward:
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
         known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
-        kind = tuple(c.training for c in self.cells)
+        kind = *(c.training for c in self.cells), *map(id, self.called[1:])
         written = known.get(kind) if executing() is None else set()  # where nothing has values, none changes
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
@@ -287,7 +289,7 @@ class _Forward:
         for var, value in variables.items():
             stack.callback(var.reset, var.set(value))
         # who had put tensors in the place of parameters does so anew
-        standing_in.set(tuple(stack.enter_context(whose.again(self.cell)) for whose in self.present))
+        standing_in.set(tuple(stack.enter_context(whose.again(self.called)) for whose in self.present))
         slots = {k: x for k, x in self._slots().items() if k in self.before} if self.before else {}
         during({k: _copy(x) for k, x in slots.items()}, self.before, partial(_fill, slots))
         if self.amp:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mindspore import Tensor, nn, ops
@@ -123,7 +123,7 @@ class Call:
     def running(self, cell: nn.Cell) -> Iterator[None]:
         """The slots of the cell hold whole tensors inside."""
         unit, around, again = self.unit, standing_in.get(), recomputing.get()
-        slots = self._slots_in(cell) if unit.cells[1:] else unit.standing
+        slots = self._slots_in([cell]) if unit.cells[1:] else unit.standing
         unit.check(slots)
         root = not around and not again
         units = units_of(cell) if root else []
@@ -165,8 +165,8 @@ class Call:
         if not self.recorded or gives_back and not unit.entered:
             unit.reshard(keep_part=self.recorded)
 
-    def _slots_in(self, cell: nn.Cell) -> list:
-        inside = set(map(id, cells_in(cell)))
+    def _slots_in(self, cells: Sequence[nn.Cell]) -> list:
+        inside = set(map(id, cells_in(*cells)))
         return [slot for slot in self.unit.standing if id(slot[0]) in inside]
 
     def _note_order(self, step: Call) -> str:
@@ -276,9 +276,10 @@ class Call:
             write(local_alias(x), local_alias(x.inited_param))
 
     @contextmanager
-    def again(self, cell: nn.Cell) -> Iterator[Call]:
-        """The whole tensors stand once more in the slots of a cell, which runs again in the backward."""
-        slots = [] if cell is None else self._slots_in(cell)  # a function runs again only where nothing stands
+    def again(self, cells: Sequence[nn.Cell]) -> Iterator[Call]:
+        """The whole tensors stand once more in the slots of cells that run again in the backward; of a function, which runs
+        again only where nothing stands, there are none."""
+        slots = self._slots_in(cells)
         call = Call(self.unit)
         self.enter()
         self.unit.unshard("backward", rooms=self.rooms)  # if it has others, too
