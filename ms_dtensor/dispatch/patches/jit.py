@@ -120,7 +120,8 @@ def _call(original):
             raise OpRuleError(f"For '{type(self.obj).__name__}', a gradient is a DTensor.",
                               _dtensors(*given)[0]._layout.describe(),
                               "Its update of an element depends on others, and each rank would take its own shard's.",
-                              ("ms_dtensor.optim.AdamW", "an optimizer that works element by element, as nn.Adam does"))
+                              (f"ms_dtensor.optim.{'Adafactor' if isinstance(self.obj, nn.AdaFactor) else 'AdamW'}",
+                               "an optimizer that works element by element, as nn.Adam does"))
         else:
             _refuse("an argument", *given)
         return original(self, *args, **kwargs)
