@@ -295,7 +295,7 @@ def check(cfg: Config, world: int) -> None:
         raise ConfigError("For the configuration, train.batch_ramp has nothing to grow by.",
                           f"train.micro_batches = {cfg.train.micro_batches}, parallel.pp = {cfg.parallel.pp}",
                           "The batch grows by micro-batches, of which a pipeline's order has always as many.",
-                          ["--train.micro_batches 4", "--train.batch_ramp 0"])
+                          ["--parallel.pp 1" if cfg.parallel.pp > 1 else "--train.micro_batches 4", "--train.batch_ramp 0"])
     shares = cfg.parallel.dp * cfg.train.micro_batches
     if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "

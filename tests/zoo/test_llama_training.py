@@ -82,8 +82,9 @@ def test_a_run_whose_batch_grows_goes_on_as_it_grew():
         with pytest.raises(ConfigError, match="batch_ramp"):
             check_same_data(other.train, text, held)
     check_same_data(tiny(micro_batches=4).train, text, stream_values(tiny(micro_batches=2).train, text))
-    for wrong in (["--train.micro_batches", "1"], ["--train.micro_batches", "4", "--parallel.pp", "2"]):
-        with pytest.raises(ConfigError, match="nothing to grow by"):
+    for wrong, fix in ((["--train.micro_batches", "1"], "--train.micro_batches 4"),
+                       (["--train.micro_batches", "4", "--parallel.pp", "2"], "--parallel.pp 1")):
+        with pytest.raises(ConfigError, match=f"nothing to grow by(.|\n)*fix:  {fix}"):
             load(["--train.batch", "8", "--train.batch_ramp", "5", *wrong], 2 if "--parallel.pp" in wrong else 1)
 
 
