@@ -88,11 +88,12 @@ def _named(split) -> list[str]:
 
 
 def _chain(module: nn.Cell, named: list[str]) -> dict[str, nn.Cell]:
-    """The cells that are applied in turn, by path: what is on the way to what is named, or to the longest list, is open, and
-    each `CellList`, which is never called itself."""
+    """The cells that are applied in turn, by path: each `CellList`, which is never called itself, is open, and what is on
+    the way to what is named, or to the longest list, of those that have a quarter of the model."""
     every = dict(module.cells_and_names())
     lists = [p for p, c in every.items() if isinstance(c, nn.CellList | nn.SequentialCell) and c is not module]
-    inside = max(lists, key=lambda p: (len(every[p]._cells), -len(p)), default="")
+    large = [p for p in lists if 4 * _elements(every[p]) >= _elements(module)]  # not one layer's experts, however many
+    inside = max(large or lists, key=lambda p: (len(every[p]._cells), -len(p)), default="")
     opened = {"", *_above(f"{inside}.")} if inside and not named else {""}
     for path in named:
         if path not in every:

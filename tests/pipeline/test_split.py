@@ -41,6 +41,23 @@ def test_an_embedding_costs_no_time():
     assert [sum(isinstance(c, nn.Dense) for c in stage.module.cells()) for stage in stages] == [3, 2]
 
 
+def test_a_layer_with_many_experts_is_cut_nowhere():
+    """Eight experts are the longest list, and stand beside each other."""
+    class Mixture(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = nn.Dense(4, 8), nn.CellList([nn.Dense(4, 4) for _ in range(8)])
+
+    class Net(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers, self.last = nn.Dense(4, 4), nn.CellList([Mixture() for _ in range(5)]), nn.Dense(4, 8)
+
+    stages = md.pipeline.pipeline(Net(), md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), n_stages=2)
+    assert [[isinstance(layer, Mixture) for layer in s.module.layers] for s in stages] == [[True] * 3 + [False] * 2,
+                                                                                         [False] * 3 + [True] * 2]
+
+
 def test_a_plan_of_the_model_fits_each_stage(capsys):
     """What it says of cells of other stages, or of those inside of them, is passed over; a typing error is not."""
     net = nn.SequentialCell(nn.SequentialCell(nn.Dense(4, 4)), nn.SequentialCell(nn.Dense(4, 4)), nn.Dense(4, 8))
