@@ -203,6 +203,11 @@ class Program:
     mask: bool = False
     steps: list[Step] = field(default_factory=list)
 
+    @property
+    def share(self) -> int:
+        """How many ranks of the other axis have rows of their own."""
+        return 1 if self.beside in ("", "tp") else 2
+
     def __str__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         return "\n  ".join(f"{name}={value}" for name, value in said.items() if value not in ([], {}, "", False))
@@ -259,9 +264,9 @@ def generate(seed: int, ranks: int) -> Program:
     return out
 
 
-def batch(program: Program, step: Step, share: int):
-    """x, target, mask and weights of the whole batch; `share`: how many ranks have rows of it."""
-    rng, rows = np.random.default_rng(step.seed), step.rows * share
+def batch(program: Program, step: Step):
+    """x, target, mask and weights of the whole batch."""
+    rng, rows = np.random.default_rng(step.seed), step.rows * program.share
     x = rng.integers(0, 7, rows).astype(np.int32) if program.embeds else rng.normal(size=(rows, WIDTH))
     target, mask = rng.normal(size=(rows, 2)), rng.normal(1, .3, size=(rows, WIDTH))
     weights = rng.uniform(.1, 1, step.m).tolist() if step.weights else None
@@ -295,7 +300,7 @@ def values_of(net: nn.Cell) -> dict[str, np.ndarray]:
     return {n: p.asnumpy().copy() for n, p in net.parameters_and_names()}
 
 
-def refer(program: Program, share: int) -> list:
+def refer(program: Program) -> list:
     """What one device makes of it: (loss, gradients by name, their norm) of each step, and at the end all values."""
     net, loss_fn, out = Net(program), Loss(), []
     names = {id(p): n for n, p in net.parameters_and_names()}
@@ -312,9 +317,9 @@ def refer(program: Program, share: int) -> list:
         if step.kind not in ("train", "other", "eval"):
             out.append(None)
             continue
-        *given, weights = batch(program, step, share)
+        *given, weights = batch(program, step)
         m, params, total, sums = step.m, net.trainable_params(), 0.0, dict[str, np.ndarray]()
-        of_rank = np.arange(step.rows * share).reshape(share, m, -1)
+        of_rank = np.arange(step.rows * program.share).reshape(program.share, m, -1)
         for i, weight in enumerate(weights or [1 / m] * m):
             # the i-th part of the rows of every rank that has some
             x, t, mask = (None if a is None else Tensor(a[of_rank[:, i].reshape(-1)]) for a in given)

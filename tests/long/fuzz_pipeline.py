@@ -10,13 +10,7 @@ data or tensor parallelism beside the pipeline. Each failing seed is printed wit
 """
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import json
 import sys
-import time
-import traceback
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,16 +20,13 @@ import numpy as np  # noqa: E402
 from mindspore import Tensor, mint  # noqa: E402
 
 import ms_dtensor as md  # noqa: E402
-from ms_dtensor import comm  # noqa: E402
 from ms_dtensor.errors import CommError  # noqa: E402
 from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
 from ms_dtensor.pipeline import PipelineStage, pipeline  # noqa: E402
 from tests.dist.support import array  # noqa: E402
 from tests.fuzz.check import agreed  # noqa: E402
-from tests.fuzz.command import parser_of, seeds_of  # noqa: E402
+from tests.fuzz.judged import differing, main  # noqa: E402
 from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros  # noqa: E402
-from tests.fuzz.sharding.ranks import LIMIT, LOST_STEP  # noqa: E402
-from tests.msrun import launch, report  # noqa: E402
 from tests.pipeline.cases_run import KINDS, style_of  # noqa: E402
 
 BAR = 1e-9
@@ -63,14 +54,14 @@ def lay_out(program: Program, stage: PipelineStage, mesh: md.DeviceMesh) -> None
 class Judge:
     """Runs a program on the ranks, and notes what differs from one device."""
 
-    def __init__(self, world, program: Program):
+    def __init__(self, world, program: Program, want: list | None = None):
         self.world, self.program, self.off = world, program, list[str]()
         pp = 1 if program.grid else world.size // 2 if program.beside else world.size
         axes = {"pp": pp, "dp": 2, "tp": 2} if program.grid else {"pp": pp, "dp": 2} if program.beside else {"pp": pp}
         mesh = md.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        spread = program.beside not in ("", "tp")  # whether each rank of the other axis has rows of its own
-        self.share, self.mine = (2, mesh["dp"].get_group().rank_index) if spread else (1, 0)
-        self.over, self.want = mesh["pp"], refer(program, self.share)
+        spread = program.share > 1
+        self.mine = mesh["dp"].get_group().rank_index if spread else 0
+        self.over, self.want = mesh["pp"], want or refer(program)
         kind, v = KINDS[program.schedule]
         stages = pipeline(Net(program), mesh["pp"], split=program.split, n_stages=pp * v, style=style_of(program.schedule))
         for stage in stages:
@@ -87,10 +78,7 @@ class Judge:
         self.names = {id(p): n for module in self.modules for n, p in module.parameters_and_names()}
 
     def same(self, got, right, what: str) -> None:
-        got, right = np.asarray(got), np.asarray(right)
-        off = np.abs(got - right).max(initial=0) if got.shape == right.shape else np.inf
-        if not off <= BAR * max(1, np.abs(right).max(initial=0)):
-            self.off.append(f"{what}: off by {off}")
+        self.off += differing(got, right, what, BAR)
 
     def state(self) -> dict[str, Tensor]:
         return {name: x * 1 for name, x in self.schedule.state_dict().items()}
@@ -107,7 +95,7 @@ class Judge:
                 self.schedule.load_state_dict(self.saved)
             if step.kind in ("save", "load"):
                 continue
-            *given, weights = batch(self.program, step, self.share)
+            *given, weights = batch(self.program, step)
             rows = slice(self.mine * step.rows, (self.mine + 1) * step.rows)
             x, t, mask = (None if a is None else Tensor(a[rows]) for a in given)
             self.step(number, step, right, x, {"target": t, "weights": weights, **({} if mask is None else {"mask": mask})})
@@ -156,62 +144,5 @@ class Judge:
             self.optimizer(tuple(of[id(p)] if id(p) in of else zeros(p) for p in self.updated))
 
 
-def run_ranks(job: dict) -> int:
-    """What each rank runs."""
-    faulthandler.enable()
-    world = comm.start("cpu")
-    ms.runtime.launch_blocking()
-    np.seterr(all="ignore")
-    began = time.monotonic()
-    for seed in job["seeds"]:
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
-        if agreed(world, "stop" if time.monotonic() - began > job["seconds"] else "")[0]:
-            break
-        program = generate(seed, world.size)
-        said = {"seed": seed, "program": str(program)}
-        try:
-            report({**said, "wrong": Judge(world, program).run()})
-            agreed(world, "")
-        except CommError as e:
-            report({**said, "lost": f"{type(e).__name__}: {str(e)[:1500]}"})
-            return LOST_STEP
-        except Exception as e:
-            report({**said, "raised": f"{type(e).__name__}: {str(e)[:1000]}\n{traceback.format_exc()[-1500:]}"})
-            return LOST_STEP
-    return 0
-
-
-def main() -> int:
-    """Command line; returns the exit code."""
-    parser = parser_of(__doc__, 2, 1000)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.job:
-        return run_ranks(json.loads(options.job))
-    seeds = seeds_of(options)
-    done, found, limit = 0, Counter[str](), time.monotonic() + 60 * options.minutes
-    while seeds and (left := limit - time.monotonic()) > 0:
-        job = json.dumps({"seeds": seeds, "seconds": left})
-        outcome = launch("tests.long.fuzz_pipeline", options.ranks, ["--job", job], left + 120,
-                         env={"MS_DTENSOR_TIMEOUT": "20"})
-        told: dict[int, list[dict]] = {}
-        for line in (line for lines in outcome.reports for line in lines):
-            told.setdefault(line["seed"], []).append(line)
-        for lines in told.values():
-            worst = next((k for k in ("raised", "wrong", "lost") if any(line.get(k) for line in lines)), None)
-            if worst is not None:
-                found[worst] += 1
-                line = next(line for line in lines if line.get(worst))
-                print(f"{worst}: {line[worst]}\n  {line['program']}\n", flush=True)
-        if not told or outcome.failure is not None and not found:
-            print(outcome.failure)
-            found["ended"] += 1
-            break
-        done += len(told)
-        seeds = [s for s in seeds if s not in told]
-    print(json.dumps({"ranks": options.ranks, "programs": done, **found}))
-    return 1 if found or not done else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "tests.long.fuzz_pipeline", 2, 1000, generate, refer, Judge))
