@@ -225,12 +225,7 @@ class Layout:
 
     def assemble(self, of_box, coordinate: Sequence[int] | None = None) -> np.ndarray:
         """The array of a shard, from what `of_box` gives of each box of the tensor that it is made of."""
-        def along(runs, box):
-            if not runs:
-                return of_box(box)
-            arrays = [along(runs[1:], (*box, extent)) for extent in runs[0]]
-            return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, len(box))
-        return along(self.pieces(coordinate), ())
+        return _assembled(of_box, self.pieces(coordinate), ())
 
     def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Global index of the first element of the shard at a coordinate (default: this process's)."""
@@ -459,3 +454,11 @@ def short_dtype(dtype: str) -> str:
 def layout_strides(shape) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+
+
+def _assembled(of_box, runs, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """No closure: one that calls itself is a circle, and what `of_box` reads would wait for the collector of garbage."""
+    if not runs:
+        return of_box(box)
+    arrays = [_assembled(of_box, runs[1:], (*box, extent)) for extent in runs[0]]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, len(box))

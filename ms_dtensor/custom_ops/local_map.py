@@ -257,27 +257,25 @@ class Mapping:
         if len(entries) != len(args):
             raise LayoutError(f"For '{self.who}', '{name}' has {len(entries)} entries for {len(args)} arguments.",
                               "", "There is one entry per positional argument.", "write None for plain arguments")
-        found: list[tuple] = []
+        return [one for i, (value, entry) in enumerate(zip(args, entries))
+                for one in self._tensors_of(name, i, value, entry, mesh)]
 
-        def visit(place, value, entry):
-            if isinstance(value, Tensor):
-                found.append((place, value, entry))
-            if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):  # as `leaves` has their tensors
-                value = [getattr(value, name, None) for name in value.__dataclass_fields__]
-            if not isinstance(value, tuple | list | dict):
-                return
-            members = list(value.values()) if isinstance(value, dict) else value
-            alike = entry is None or _is_placements(entry, mesh)
-            if not alike and len(entry) != len(members):
-                raise LayoutError(f"For '{self.who}', '{name}' has {len(entry)} entries for the {len(members)} members of "
-                                  f"argument {place}.", f"{name}[{place}] = {entry}",
-                                  "Tensors in a list are laid out alike, by one placements, or each by its own.",
-                                  "write one placements, or one per member")
-            for j, member in enumerate(members):
-                visit(f"{place}[{j}]", member, entry if alike else entry[j])
-        for i, (value, entry) in enumerate(zip(args, entries)):
-            visit(i, value, entry)
-        return found
+    def _tensors_of(self, name, place, value, entry, mesh) -> list[tuple]:
+        if isinstance(value, Tensor):
+            return [(place, value, entry)]
+        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):  # as `leaves` has their tensors
+            value = [getattr(value, name, None) for name in value.__dataclass_fields__]
+        if not isinstance(value, tuple | list | dict):
+            return []
+        members = list(value.values()) if isinstance(value, dict) else value
+        alike = entry is None or _is_placements(entry, mesh)
+        if not alike and len(entry) != len(members):
+            raise LayoutError(f"For '{self.who}', '{name}' has {len(entry)} entries for the {len(members)} members of "
+                              f"argument {place}.", f"{name}[{place}] = {entry}",
+                              "Tensors in a list are laid out alike, by one placements, or each by its own.",
+                              "write one placements, or one per member")
+        return [one for j, member in enumerate(members)
+                for one in self._tensors_of(name, f"{place}[{j}]", member, entry if alike else entry[j], mesh)]
 
     def _target(self, i, layout: Layout, entry) -> Layout:
         try:
