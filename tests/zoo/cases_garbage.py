@@ -20,8 +20,10 @@ EXPERTS = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=16, v
 ZBV = {"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}
 WAYS = {"fsdp": (MODEL, {"dp": 2, "fsdp": True}, {"micro_batches": 2}), "zbv": (MODEL, ZBV, {"micro_batches": 4}),
         "experts": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, {}), "zero1": (MODEL, {"dp": 2, "zero1": True}, {}),
-        "recomputed": (MODEL, {"dp": 2, "fsdp": True}, {"recompute": True}), "1f1b": (MODEL, {"pp": 2}, {"micro_batches": 4}),
-        "sp": (MODEL, {"tp": 2, "sequence_parallel": True}, {}), "ring": (MODEL, {"cp": 2, "cp_algorithm": "ring"}, {})}
+        "recomputed": (MODEL, {"dp": 2, "fsdp": True}, {"recompute": True}),
+        "1f1b": (MODEL, {"pp": 2}, {"micro_batches": 4}),
+        "sp": (MODEL, {"tp": 2, "sequence_parallel": True}, {}),
+        "ring": (MODEL, {"cp": 2, "cp_algorithm": "ring"}, {})}
 
 
 @case(2, timeout=120)
