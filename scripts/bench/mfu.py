@@ -35,6 +35,7 @@ from model_zoo.llama.dry import dry_step  # noqa: E402
 from model_zoo.llama.flops import flops_per_token  # noqa: E402
 from model_zoo.llama.memory import per_rank  # noqa: E402
 from ms_dtensor.debug.predict import Hardware, load_hardware, timeline  # noqa: E402
+from ms_dtensor.debug.predict.timeline import WITHIN  # noqa: E402
 from scripts.bench.fsdp_kernels import POLICIES, of_a_block  # noqa: E402
 
 SEQ = ["--train.seq", "8192", "--train.micro_batches", "1"]
@@ -114,7 +115,8 @@ def counted(config: Path, name: str, machine: Hardware) -> Counted:
             run = dry_step(fewer, world, device="Ascend")
         line, moves = timeline(run.events, machine), sum(e.is_move for e in run.events)
         sent = sum(end - begin for e, begin, end in zip(run.events, line.begin, line.end) if e.is_move)
-        steps.append((line.seconds, sent, sum(line.waits.values()), len(run.events) - moves, moves))
+        ops = sum(not e.is_move and e.op not in WITHIN for e in run.events)
+        steps.append((line.seconds, sent, sum(line.waits.values()), ops, moves))
     layer, sent, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))
     return Counted(cfg, world, layer, sent, max(0.0, still), steps[0][0] - 2 * layer, ops, moves, packing(cfg))
 
