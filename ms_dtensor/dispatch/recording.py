@@ -161,8 +161,9 @@ class HeldRecording(Recording):
             roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]
             found = [_sum(a, b) for a, b in zip(self._direct, self._gradients(roots, list(params)))]
             if (dry := executing()) is not None:
-                for grad in filter(lambda g: g is not None, found):
-                    dry.ledger.is_now(grad, "gradients")
+                for grad in found:
+                    if grad is not None:
+                        dry.ledger.is_now(grad, "gradients")
         self.drop()
         return handed_out(list(params), found)
 

@@ -103,8 +103,9 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
 
 def _found(module: nn.Cell, ranks: int):
     """(path, style, "") of every cell that is recognised, and (path, style or None, problem) of those that stay whole."""
-    paths = {id(cell): path for path, cell in module.cells_and_names()}
-    for path, cell in module.cells_and_names():
+    cells = dict(module.cells_and_names())
+    paths = {id(cell): path for path, cell in cells.items()}
+    for path, cell in cells.items():
         children = dict(cell._cells)
         linear = {k: c for k, c in children.items() if c is not None and _is_linear(c)}
         prefix = path + "." if path else ""

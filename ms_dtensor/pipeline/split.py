@@ -92,7 +92,8 @@ def _chain(module: nn.Cell, named: list[str]) -> dict[str, nn.Cell]:
     the way to what is named, or to the longest list, of those that have a quarter of the model."""
     every = dict(module.cells_and_names())
     lists = [p for p, c in every.items() if isinstance(c, nn.CellList | nn.SequentialCell) and c is not module]
-    large = [p for p in lists if 4 * _elements(every[p]) >= _elements(module)]  # not one layer's experts, however many
+    quarter = _elements(module) / 4 if lists else 0
+    large = [p for p in lists if _elements(every[p]) >= quarter]  # not one layer's experts, however many
     inside = max(large or lists, key=lambda p: (len(every[p]._cells), -len(p)), default="")
     opened = {"", *_above(f"{inside}.")} if inside and not named else {""}
     for path in named:

@@ -15,6 +15,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_dtensor import DTensor
 from ms_dtensor.optim import SGD, AdamW
+from tests.fuzz.draws import Draws
 from tests.pipeline.cases_run import KINDS, style_of
 
 WIDTH = 4
@@ -215,13 +216,8 @@ class Program:
 
 def generate(seed: int, ranks: int) -> Program:
     """The program of a seed."""
-    rng = np.random.default_rng([seed, ranks])
-
-    def chance(p: float) -> bool:
-        return bool(rng.random() < p)
-
-    def one(*of):
-        return of[int(rng.integers(len(of)))]
+    draws = Draws([seed, ranks])
+    rng, chance, one = draws.rng, draws.chance, draws.one
     beside = one("", "replicate", "fully_shard", "kept", "zero1", "tp") if ranks > 2 else ""
     spread = beside not in ("", "tp")
     links = [one(*(k for k in LINKS if not beside or k not in OF_ROWS)) for _ in range(int(rng.integers(2, 9)))] + ["join"]

@@ -19,6 +19,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor.core.tokens import shard_sizes
 from ms_dtensor.optim import SGD, AdamW
+from tests.fuzz.draws import Draws
 
 WIDTH, HEAD = 6, 4
 LONGEST = 40
@@ -423,13 +424,8 @@ def refer(program: Program) -> list[dict]:
 
 def generate(seed: int, ranks: int) -> Program:
     """The program of a seed."""
-    rng = np.random.default_rng([seed, ranks])
-
-    def chance(p: float) -> bool:
-        return bool(rng.random() < p)
-
-    def one(*of):
-        return of[int(rng.integers(len(of)))]
+    draws = Draws([seed, ranks])
+    rng, chance, one = draws.rng, draws.chance, draws.one
     names = one(*AXES[ranks])
     out = Program(seed, {a: ranks if len(names) == 1 else 2 for a in names}, [], order=one(*ORDERS))
     staged = "pp" in names

@@ -4,6 +4,7 @@ garbage, which counts objects and not bytes: on a device, memory of several step
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +17,7 @@ from tests.dist.support import each
 from tests.tiers import sampled
 
 MODEL = ModelConfig(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=16, vocab_size=24)
-EXPERTS = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=16, vocab_size=24, experts=ExpertsConfig(4, 2))
+EXPERTS = replace(MODEL, n_layers=2, experts=ExpertsConfig(4, 2))
 ZBV = {"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}
 WAYS = {"fsdp": (MODEL, {"dp": 2, "fsdp": True}, {"micro_batches": 2}), "zbv": (MODEL, ZBV, {"micro_batches": 4}),
         "experts": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, {}), "zero1": (MODEL, {"dp": 2, "zero1": True}, {}),

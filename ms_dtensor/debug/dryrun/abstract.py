@@ -182,5 +182,7 @@ def nbytes_of(name: str) -> int:
     name = name.lower()
     return 1 if name == "bool" else max(int("".join(c for c in name if c.isdigit()) or 32) // 8, 1)
 
+
 def differentiable(x) -> bool:
+    """Whether a tensor may have a gradient, by its dtype."""
     return dtype_name(x.dtype).startswith(DIFFERENTIABLE)

@@ -122,6 +122,7 @@ def bilinear_node(function, tensors, constant=_plain):
         product = bilinear_node(lambda both: function([*both, *none[2:]]), tensors[:2], constant)
         return product + linear_node(lambda others: function([*none[:2], *others]), tensors[2:])
     a, b = (ops.stop_gradient(_plain(x)) for x in tensors)
+
     def by_first(y, grad):
         held = constant(y)
         return _transposed(lambda xs: [function([xs[0], held])], [a], [grad])[0]

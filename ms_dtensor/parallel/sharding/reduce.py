@@ -355,9 +355,10 @@ class Reduction:
             return
         for key in [key for key in gradients if key in self.unit.place]:
             grad = gradients[key]
-            if key in here if not on_cpu() else not is_blank(grad):
+            came = not is_blank(grad) if on_cpu() else key in here
+            if came:
                 self.past[key] = gradient(added(grad, self.past[key]) if key in self.past else copy(grad))
-            if on_cpu() or key in here:
+            if on_cpu() or came:
                 gradients[key] = fresh(grad._shape, grad.dtype)
 
     def _deliver_kept(self, gradients: dict[int, Tensor], sums: dict[int, Tensor]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.fuzz.draws import Draws
 from tests.fuzz.sharding.cells import CONTAINERS, PLAIN, WRITES, Part
 
 WRITERS = ("stats", "momentum", "teacher")
@@ -116,18 +117,13 @@ def _walk(part: Part, where: str) -> Iterator[tuple[str, Part]]:
         yield from _walk(p, f"{where}.parts.{i}")
 
 
-class _Draw:
+class _Draw(Draws):
     """Draws one program."""
 
     def __init__(self, seed: int, ranks: int, differs: bool):
-        self.rng, self.ranks, self.differs, self.seed = np.random.default_rng([seed, differs]), ranks, differs, seed
+        super().__init__([seed, differs])
+        self.ranks, self.differs, self.seed = ranks, differs, seed
         self.later = np.random.default_rng([seed, differs, 1])  # what was thought of later: older seeds stay what they are
-
-    def chance(self, p: float) -> bool:
-        return bool(self.rng.random() < p)
-
-    def one(self, *of, p=None):
-        return of[int(self.rng.choice(len(of), p=p))]
 
     def program(self) -> Program:
         scheme = self.one("fsdp", "replicate", "zero1", "roots", p=(.5, .2, .12, .18))
