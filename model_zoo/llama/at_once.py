@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU, and linear layers that read one input, each as one node of NumPy's products, for CPUs (`train.compile`).
+"""SwiGLU, and linear layers that read one input, each as one node of several products, for CPUs (`train.compile`).
 
 Between two products of 256 rows MindSpore's host code, which the product has driven from the core's cache, takes a tenth of
-the product's time; NumPy's call does not, and what is added to a gradient is added where it lies. A node makes gradients of
-its inputs and of its weights together, so where a pipeline holds the latter back the layers run one by one, as they do in
-16 bits. Not here: attention's core (`cpu.py`).
+the product's time; calls of the library below it do not (`internals/gemm.py`), and add to a gradient where it lies. A node
+makes gradients of its inputs and of its weights together, so where a pipeline holds the latter back the layers run one by
+one, as they do in 16 bits. Not here: attention's core (`cpu.py`).
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mindspore import Tensor, nn
 
 from ms_dtensor.dispatch.held import holding
 from ms_dtensor.internals.cells import is_hooked
+from ms_dtensor.internals.gemm import matmul
 from ms_dtensor.internals.host import host_array
 from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local.rows_cpu import parts
@@ -34,21 +35,17 @@ class Products(Function):
     def forward(ctx, x: Tensor, *weights: Tensor):
         ctx.save_for_backward(x, *weights)
         rows = host_array(x)
-        made = tuple(Tensor.from_numpy(rows @ host_array(w).T) for w in weights)
+        made = tuple(Tensor.from_numpy(matmul(rows, host_array(w).T)) for w in weights)
         return made if len(made) > 1 else made[0]
 
     @staticmethod
     def backward(ctx, *cotangents: Tensor):
         differentiated_once("Products at once are")
         x, *weights = (host_array(t) for t in ctx.saved_tensors)
-        dx, part, dweights = None, None, []
+        dx, dweights = None, []
         for dy, w in zip((host_array(d) for d in cotangents), weights):
-            dweights.append(dy.T @ x)
-            if dx is None:
-                dx = dy @ w
-            else:
-                part = np.matmul(dy, w, out=part)
-                dx += part
+            dweights.append(matmul(dy.T, x))
+            dx = matmul(dy, w, dx, dx is not None)
         return tuple(map(Tensor.from_numpy, (dx, *dweights)))
 
 
@@ -59,21 +56,21 @@ class Gated(Function):
     def forward(ctx, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor):
         ctx.save_for_backward(x, w1, w3, w2)
         rows = host_array(x)
-        gate, up = rows @ host_array(w1).T, rows @ host_array(w3).T
+        gate, up = matmul(rows, host_array(w1).T), matmul(rows, host_array(w3).T)
         ctx.hidden = gate, up
         h = np.empty_like(gate)
         for a, b, _ in parts(gate, 3):
             part = _sigmoid(gate[a:b], h[a:b])
             part *= gate[a:b]
             part *= up[a:b]
-        return Tensor.from_numpy(h @ host_array(w2).T)
+        return Tensor.from_numpy(matmul(h, host_array(w2).T))
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         differentiated_once("Products at once are")
         x, w1, w3, w2 = (host_array(t) for t in ctx.saved_tensors)
         (gate, up), dy = ctx.hidden, host_array(dout)
-        dh = dy @ w2
+        dh = matmul(dy, w2)
         h, dgate = np.empty_like(gate), np.empty_like(gate)
         for a, b, (share, silu, *_) in parts(gate, 6):  # as many as are at work
             g, u, d, slope = gate[a:b], up[a:b], dh[a:b], dgate[a:b]
@@ -85,10 +82,9 @@ class Gated(Function):
             slope *= d
             slope *= u
             d *= silu  # what came goes: it is of u now
-        dw2 = dy.T @ h
-        dx = dgate @ w1
-        dx += np.matmul(dh, w3)
-        return tuple(map(Tensor.from_numpy, (dx, dgate.T @ x, dh.T @ x, dw2)))
+        dw2 = matmul(dy.T, h)
+        dx = matmul(dh, w3, matmul(dgate, w1), add=True)
+        return tuple(map(Tensor.from_numpy, (dx, matmul(dgate.T, x), matmul(dh.T, x), dw2)))
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows through some of the SwiGLUs that lie beside each other, weighed and added up, for CPUs: one node, NumPy's products.
+"""Rows through some of the SwiGLUs that lie beside each other, weighed and added up, for CPUs: one node of host products.
 
 How many rows an expert has differs each step. MindSpore's CPU backend builds a kernel for each shape that it meets, which
 takes as long as a third of a product of 256 rows, and keeps it with 0.3 MB of scratch: a run would slow down and grow.
-NumPy's products are as quick and keep nothing, and a gradient is written at its place among those of all experts. Not
-here: who has which rows (`parallel/experts.py`). Invariant: what a backward needs is the operands and two hidden arrays.
+Products of `internals/gemm.py` are as quick and keep nothing, and a gradient is written at its place among those of all
+experts. Not here: who has which rows (`parallel/experts.py`). Invariant: what a backward needs is the operands and two
+hidden arrays.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
+from ...internals.gemm import matmul
 from ...internals.host import host_array
 from ...internals.names import Function, recording
 
@@ -77,12 +79,12 @@ def forward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.nda
     for e, a, b in _parts(sizes):
         x, h = (m[:b - a] for m in memory)
         np.take(rows, token[a:b], 0, out=x, mode="clip")
-        np.matmul(x, w1[e].T, out=gate[a:b])
-        np.matmul(x, w3[e].T, out=up[a:b])
+        matmul(x, w1[e].T, out=gate[a:b])
+        matmul(x, w3[e].T, out=up[a:b])
         h = _sigmoid(gate[a:b], h)
         h *= gate[a:b]
         h *= up[a:b]
-        out = np.matmul(h, w2[e].T, out=x)
+        out = matmul(h, w2[e].T, out=x)
         out *= weight[a:b]
         _add(y, token[a:b], out)
     return y, (gate, up)
@@ -103,21 +105,20 @@ def backward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.nd
         np.take(dout, token[a:b], 0, out=dy, mode="clip")
         np.multiply(g, _sigmoid(g, share), out=silu)
         h = np.multiply(silu, up[a:b], out=dup)
-        np.matmul(dy, w2[e], out=dh)
+        matmul(dy, w2[e], out=dh)
         dweights[at[a:b]] = np.einsum("cf,cf->c", h, dh)
         dh *= weight[a:b]
         dy *= weight[a:b]
-        np.matmul(dy.T, h, out=dw2[e])
-        np.matmul(np.multiply(dh, silu, out=dup).T, x, out=dw3[e])
+        matmul(dy.T, h, out=dw2[e])
+        matmul(np.multiply(dh, silu, out=dup).T, x, out=dw3[e])
         dgate = np.subtract(g, silu, out=silu)  # the derivative is share (1 + g (1 - share))
         dgate += 1
         dgate *= share
         dgate *= dh
         dgate *= up[a:b]
-        np.matmul(dgate.T, x, out=dw1[e])
-        dx = np.matmul(dgate, w1[e], out=x)
-        dx += np.matmul(dup, w3[e], out=dy)
-        _add(drows, token[a:b], dx)
+        matmul(dgate.T, x, out=dw1[e])
+        matmul(dgate, w1[e], out=x)
+        _add(drows, token[a:b], matmul(dup, w3[e], out=x, add=True))
     return drows, dweights.reshape(weights.shape), dw1, dw2, dw3
 
 
