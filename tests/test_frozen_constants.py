@@ -50,6 +50,24 @@ def directly(op, x, weight):
     return op(x, weight)
 
 
+def by_function(again):
+    """A DFunction whose backward takes a gradient beside what it saved; `again`: it may be differentiated again."""
+    class Saved(md.DFunction):
+        in_placements, out_placements, second_order = ([Shard(0)], [Replicate()], None), [Shard(0)], again
+
+        @staticmethod
+        def forward(ctx, x, weight, op):
+            ctx.save_for_backward(x, weight)
+            ctx.op = op
+            return op(x, weight)
+
+        @staticmethod
+        def backward(ctx, dout):
+            x, weight = ctx.saved_tensors
+            return ms.grad(lambda t: (ctx.op(t, weight) * dout).sum())(x), None, None
+    return lambda op, x, weight: Saved.apply(x, weight, op)
+
+
 def handed_back(name):
     return lambda op, x, weight: op(x, HANDED_BACK[name](weight))
 
@@ -70,9 +88,15 @@ def copied(cell, mesh):
     return md.replicate(cell, mesh=mesh)
 
 
+def plain(cell, mesh):
+    return cell
+
+
 WAYS = {"to_local": (by_local_tensors, laid_out), "to_local under replicate": (by_local_tensors, copied),
         "local_map": (by_local_map, laid_out),
         "a cell of local tensors that keeps it whole": (directly, whole),
+        **{f"a DFunction{once}, {where}": (by_function(bool(once)), lay) for once in ("", " twice")
+           for where, lay in {"laid out": laid_out, "under replicate": copied, "on one device": plain}.items()},
         **{name: (handed_back(name), laid_out) for name in HANDED_BACK}}
 OPS = {"a power": (power, (6,)), "a convolution": (convolved, (1, 1, 2, 3))}
 
@@ -85,9 +109,9 @@ def test_a_second_model_of_the_same_values_has_its_own(way, op):
     values = (1 + np.random.default_rng(next(NUMBERS)).random(shape)).astype(np.float32)
 
     def gradient(cell):
-        rows = Tensor(ROWS) if lay is whole else md.distribute_tensor(Tensor(ROWS), mesh, [Shard(0)])
+        rows = Tensor(ROWS) if lay in (whole, plain) else md.distribute_tensor(Tensor(ROWS), mesh, [Shard(0)])
         out = ms.grad(lambda x: ops.tanh(cell(x)).sum())(rows)
-        return (out if lay is whole else out.to_local()).asnumpy()
+        return (out if lay in (whole, plain) else out.to_local()).asnumpy()
 
     def made():
         cell = Frozen(function, how, values)

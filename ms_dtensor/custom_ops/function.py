@@ -25,7 +25,7 @@ from ..debug.types.typed import Typed, as_call
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule
 from ..dispatch.op_call import bind_arguments
-from ..dispatch.operands import local_alias, recording
+from ..dispatch.operands import frozen_alias, local_alias, recording
 from ..dispatch.patches.gradients import recorded_apart
 from ..errors import OpRuleError
 from ..internals.names import Function, NoFallbackGuard
@@ -216,7 +216,7 @@ class _Invocation:
 
     def forward(self, tensors):
         # aliases: a DTensor would show its global shape, a Parameter its name
-        plain = [local_alias(t) for t in tensors]
+        plain = [_alias(t) for t in tensors]
         it = iter(plain)
         args = [next(it) if isinstance(a, Tensor) else _refill(a, it) for a in self.args]
         kwargs = {k: _refill(v, it) for k, v in self.kwargs.items()} if self.kwargs else {}
@@ -324,10 +324,15 @@ class _Second(Function):
                               "save the inputs, and compute it again in backward")
         saved = list(invocation.ctx.saved_tensors)
         for i, t in zip(fctx.places, fctx.saved_tensors):
-            saved[i] = t if t.__class__ is Tensor else local_alias(t)
+            saved[i] = t if t.__class__ is Tensor else _alias(t)
         invocation.ctx.saved_tensors = tuple(saved)
         with NoFallbackGuard():
             return (None, *invocation.backward(grads))
+
+
+def _alias(x):
+    """A plain tensor on the same storage: a gradient inside of a backward takes none of a parameter for a constant."""
+    return local_alias(x) if x.param_info is None else frozen_alias(x)
 
 
 def _zeros(x):
