@@ -47,7 +47,8 @@ _WORDS = {
     "reduction": ("sum", "mean", "none"), "input_layout": LAYOUTS, "layout": LAYOUTS,
     "rounding_mode": ("", "trunc", "floor"), "interpolation_mode": ("bilinear", "nearest"),
     "padding_mode": ("zeros", "border", "reflection"), "LinalgQr.mode": ("reduced", "complete", "r"),
-    "indexing": ("ij", "xy"), "reduce": ("none", "add"), "approximate": ("none", "tanh"),
+    "indexing": ("ij", "xy"), "norm": ("backward", "forward", "ortho"),
+    "reduce": ("none", "add"), "approximate": ("none", "tanh"),
 }
 
 # Their weights, or angles, may be float32 where activations are not.
@@ -119,16 +120,20 @@ def as_primitive(c: Captured) -> tuple[Any, tuple] | None:
         return None if c.primitive is None else (c.primitive, c.args)
     called, made = (inspect.signature(f).parameters for f in (cls.__call__, cls.__init__))
     takes, gets = list(called)[1:], list(made)[1:]
+
+    def taken(name, value):
+        words = _WORDS.get(name) or _WORDS.get(f"{c.name}.{name}")
+        if value.__class__ is int and (name == "dtype" or words):
+            return words[value] if words else as_dtype(value)
+        return value
     if c.primitive is not None:
-        return c.primitive, c.args[:len(getattr(cls, "__mindspore_signature__", c.args) if takes == ["args"] else takes)]
+        if takes == ["args"]:
+            return c.primitive, c.args[:len(getattr(cls, "__mindspore_signature__", c.args))]
+        return c.primitive, tuple(map(taken, takes, c.args))
     names, values = takes + gets, list(c.args)
     if len(values) > len(names) or (takes[-1] in ("shape", "repeats") and isinstance(values[-1], int)):  # x.repeat(2, 3)
         values = [*values[:len(takes) - 1], tuple(values[len(takes) - 1:])]
-    bound = {**dict(zip(names, values)), **c.kwargs}
-    for name, value in bound.items():
-        words = _WORDS.get(name) or _WORDS.get(f"{c.name}.{name}")
-        if value.__class__ is int and (name == "dtype" or words):
-            bound[name] = words[value] if words else as_dtype(value)
+    bound = {name: taken(name, value) for name, value in {**dict(zip(names, values)), **c.kwargs}.items()}
     args = [bound.get(name, called[name].default) for name in takes]
     return cls(**{name: bound[name] for name in gets if name in bound}), tuple(args)
 

@@ -35,6 +35,14 @@ def test_the_llama(tmp_path):
     assert sum(gate.agree.values()) > 20
 
 
+def test_words_that_mindspore_passes_as_numbers(tmp_path):
+    gate = Gate()
+    x = Tensor([[1.0, 2.0], [3.0, 4.0]])
+    ask({"FFT2": capture(lambda x: ops.fft2(x, norm="ortho"), x),
+         "IHFFTN": capture(lambda x: ops.ihfftn(x, norm="forward"), x)}, gate, 1, tmp_path)
+    assert not gate.wrong and set(gate.agree) == {"FFT2", "IHFFTN"}, gate
+
+
 def _asked_about_softmax(tmp_path) -> list[str]:
     gate = Gate()
     ask({"Softmax": capture(lambda x: mint.softmax(x, -1), Tensor([[1.0, 2.0], [3.0, 4.0]]))}, gate, 1, tmp_path)
