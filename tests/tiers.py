@@ -50,8 +50,6 @@ class Later:
 
 LATER = (
     # -- jobs of their own: each starts msrun or a script, tens of seconds of processes
-    Later("tests/dist/test_mindspore_surface.py::test_every_cell_is_equal*", "merge",
-          "every row of the table in one column; `cases_surface`, `cases_training`, `cases_hooks` ask the same doors"),
     Later("tests/zoo/test_llama_launch.py::test_signals_end_the_whole_job*", "merge",
           "eight jobs that wait two minutes; Ctrl-C and ends before the first step stay"),
     Later("tests/zoo/test_llama_launch.py::test_two_nodes_train*", "merge", "two jobs; words and addresses of nodes stay"),
@@ -120,6 +118,7 @@ LATER = (
     Later("tests/pipeline/test_orders.py::test_every_schedule_of_eight*", "merge", "every number of microbatches",
           keep=("interleaved", "zbv")),
     Later("tests/pipeline/test_orders.py::test_changed_orders_of_every_size*", "night", "all of them"),
+    Later("tests/pure/test_plan_optimal.py::test_every_plan*", "night", "all pairs; a part of each mesh's stays"),
     Later("tests/mutants/test_mutants.py::test_without*", "night", "a pytest each"),
     Later("tests/mutants/test_mutants.py::test_a_planted*", "night", "that each fault has its place stays"),
     Later("tests/third_party/*", "night", "mindcv, which is not a dependency"),
@@ -134,6 +133,11 @@ LATER = (
     Later("tests/checkpoint/test_scale.py::*", "merge", "an index of 16,384 ranks; every other index stays"),
     Later("tests/zoo/test_mfu.py*", "merge", "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
     # -- cases of real ranks
+    Later("tests/surface/cases_rows.py::*[1]", "night", "every row on a mesh of one rank; some stay", 24),
+    Later("tests/surface/cases_rows.py::*[4]", "merge",
+          "every row of MindSpore's surface; some by checksum stay, and those that no other case asks", 16,
+          ("list_sens_param", "vjp_weights", "DynamicLossScaler_an_overflow", "all_finite", "TrainOneStepCell_nn_With",
+           "Cell_recompute_before", "Cell_recompute_after", "nn_SGD_nesterov", "nn_Momentum_loss_scale")),
     Later("tests/models/cases_models.py::*in_any_layout[*", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
     Later("tests/context/cases_*.py::*[8]", "merge", "eight ranks; two and four stay"),

@@ -2,7 +2,6 @@
 """A slice of `tests/long/fuzz_tokens.py`, the same programs every time; its judge sees planted faults."""
 from __future__ import annotations
 
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,28 +9,20 @@ import numpy as np
 from ms_dtensor.custom_ops import rows
 from ms_dtensor.parallel import ring
 from tests.cases import case
-from tests.dist.support import each_once
+from tests.fuzz.judged import all_right
 from tests.fuzz.tokens import Layer, Pass, Program, Step, generate, refer
 from tests.long.fuzz_tokens import Judge
 from tests.tiers import sampled
 
 
-def judged(world, programs) -> None:
-    with np.errstate(all="ignore"):
-        wants = each_once(*(partial(refer, program) for program in programs))
-        failed = [f"{program}\n  -> {off}" for program, want in zip(programs, wants)
-                  if (off := Judge(world, program, want).run())]
-    assert not failed, "\n\n".join(failed)
-
-
 @case(2, timeout=200)
 def random_mixtures_over_tokens_are_one_devices(world):
-    judged(world, [generate(seed, 2) for seed in sampled(range(0, 40, 8), 2)])
+    all_right(world, [generate(seed, 2) for seed in sampled(range(0, 40, 8), 2)], refer, Judge)
 
 
 @case(4, timeout=200)
 def random_mixtures_beside_other_axes_are_one_devices(world):
-    judged(world, [generate(seed, 4) for seed in sampled((0, 20), 2)])
+    all_right(world, [generate(seed, 4) for seed in sampled((0, 20), 2)], refer, Judge)
 
 
 @case(2)
@@ -42,7 +33,7 @@ def planted_faults_are_seen(world):
             (Layer("attention", ring=True), ring, "_sent_home", lambda grads, part, group, dkv: dkv),
             (Layer("experts", k=2, over=("cp",)), rows, "_sums", lambda x, index, shape: np.zeros(shape, x.dtype))):
         program = Program(0, {"cp": 2}, [layer], steps=steps)
-        judged(world, [program])
+        all_right(world, [program], refer, Judge)
         with mock.patch.object(where, name, fault):
-            off = Judge(world, program).run()
+            off = Judge(world, program, refer(program)).run()
         assert any("gradient of" in one or "input" in one for one in off), (name, off)

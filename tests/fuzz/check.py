@@ -6,14 +6,14 @@ and agree about what came out. A step that is refused on all of them is left out
 """
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 
 import mindspore as ms
 import numpy as np
 
-from ms_dtensor import DTensor, comm, grad, init_device_mesh
+from ms_dtensor import DTensor, grad, init_device_mesh
 from ms_dtensor.errors import CommError, DTensorError, OpRuleError
+from tests.fuzz.judged import agreed, references
 from tests.fuzz.programs import Program, grids, in_float64, lay_out, minimised, run, without
 from tests.fuzz.reference import (
     Reference,
@@ -37,17 +37,6 @@ class Result:
     step: int | None = None  # the refused one
     plain_wrong: int = 0
     orders: int = 0  # of derivatives compared
-
-
-def told(world, program: Program) -> Reference:
-    """Rank 0's reference, on every rank. Pickled: this is our own, from a moment ago."""
-    mine = pickle.dumps(refer(program)) if world.rank == 0 else b""
-    return pickle.loads(comm.group(tuple(range(world.size))).all_gather_object(mine)[0])
-
-
-def agreed(world, text: str) -> list[str]:
-    """Every rank's text."""
-    return list(comm.group(tuple(range(world.size))).all_gather_object(text))
 
 
 def close(got: np.ndarray, want: np.ndarray, rtol: float) -> bool:
@@ -158,28 +147,32 @@ COARSE = 1e-2  # rounding above this excuses nothing
 SLOPES = {(True, 1): 1e-7, (True, 2): 1e-5, (False, 1): 1e-3, (False, 2): 1e-3}
 
 
-def check_seed(world, reference: Reference) -> dict:
-    """Checks a program on all ranks; what is wrong is made small."""
-    program, seed = reference.program, reference.program.seed
-    shapes = grids(world.size)
-    mesh = init_device_mesh("cpu", shapes[seed % len(shapes)])
-    refusals: list[str] = []
-    while True:
-        result = check(reference, mesh)
-        texts = agreed(world, f"{result.refused}|{result.step}|{bool(result.wrong)}")
-        if any(t.endswith("True") for t in texts) or len(set(texts)) > 1:
-            break
-        refusals += [result.refused] * bool(result.refused)
-        if result.step is None or len(program.steps) == 1:
-            break
-        program = without(program, result.step)
-        reference = told(world, program)
-    said = {"seed": seed, "mesh": list(mesh.shape), "steps": len(program.steps), "refused": refusals,
-            "plain_wrong": result.plain_wrong, "orders": result.orders, "wrong": False}
-    if any(t.endswith("True") for t in texts):
-        small = minimised(program, lambda p: any(agreed(world, "x" if check(told(world, p), mesh).wrong else "")))
-        why = check(told(world, small), mesh).wrong or result.wrong
-        said |= {"wrong": True, "why": why[:3], "program": str(small)}
-    elif len(set(texts)) > 1:
-        said |= {"wrong": True, "why": [f"the ranks parted: {texts}"], "program": str(program)}
-    return said
+class Judge:
+    """Checks a program on all ranks without the steps that all refuse; what is wrong is made small."""
+
+    def __init__(self, world, program: Program, want: Reference):
+        self.world, self.want, self.noted = world, want, dict[str, int]()
+        shapes = grids(world.size)
+        self.mesh = init_device_mesh("cpu", shapes[program.seed % len(shapes)])
+
+    def run(self) -> list[str]:
+        reference, refused = self.want, 0
+        while True:
+            program, result = reference.program, check(reference, self.mesh)
+            texts = agreed(self.world, f"{result.refused}|{result.step}|{bool(result.wrong)}")
+            failed = any(t.endswith("True") for t in texts)
+            if failed or len(set(texts)) > 1:
+                break
+            refused += bool(result.refused)
+            if result.step is None or len(program.steps) == 1:
+                break
+            reference = references(refer, [without(program, result.step)])[0]
+        self.noted = {"steps": len(program.steps), "gradients": int(result.orders > 0), "second": int(result.orders > 1),
+                      "plain_mindspore_wrong": result.plain_wrong, "refused": refused}
+        if failed:
+            small = minimised(program, lambda p: any(agreed(self.world, "x" if self.wrong(p) else "")))
+            return [*(self.wrong(small) or result.wrong)[:3], str(small)]
+        return [f"the ranks parted: {texts}", str(program)] if len(set(texts)) > 1 else []
+
+    def wrong(self, program: Program) -> list[str]:
+        return check(references(refer, [program])[0], self.mesh).wrong

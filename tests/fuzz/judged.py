@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fuzzers have in common whose programs a `Judge` runs on real ranks: the launches, what ranks report, what is printed.
+"""What all fuzzers of programs have in common: the launches, what ranks report, what is printed.
 
-References are made by turns, each rank those of every so-many-th seed. A launch that ends early costs the program that it
-was in; the next one goes on behind it.
+References are made by turns, each rank those of every so-many-th seed. A `Judge` has what one device made of a program and a
+method `run`, which runs it on the ranks and says what is wrong; what it counts beside is `noted`. A launch that ends early
+costs the program that it was in; the next one goes on behind it.
 """
 from __future__ import annotations
 
 import argparse
 import faulthandler
 import json
+import pickle
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,10 @@ import numpy as np
 from ms_dtensor import comm
 from ms_dtensor.errors import CommError
 from tests.dist.support import each_once
-from tests.fuzz.check import agreed
-from tests.fuzz.command import parser_of, seeds_of
-from tests.fuzz.sharding.ranks import LIMIT, LOST_STEP
 from tests.msrun import launch, report
 
+LIMIT = 240  # seconds for one program and making it small; then every thread's stack is printed
+LOST_STEP = 3  # exit code
 ENDS = "\n\n---"  # from here on MindSpore tells of its own code
 
 
@@ -37,17 +38,37 @@ def differing(got, right, what: str, bar: float) -> list[str]:
     return [] if off <= bar * max(1, np.abs(right).max(initial=0)) else [f"{what}: off by {off}"]
 
 
-def referred(refer: Callable, program: Any) -> Any:
+def agreed(world, text: str) -> list[str]:
+    """Every rank's text."""
+    return list(comm.group(tuple(range(world.size))).all_gather_object(text))
+
+
+def _referred(refer: Callable, program: Any) -> bytes:
     """What one device makes of it, or what it raised, so that all ranks are told."""
     try:
-        return refer(program)
+        return pickle.dumps(refer(program))
     except Exception:
         ms.common.api._pynative_executor.clear_res()
-        return traceback.format_exc()[:3000]
+        return pickle.dumps(traceback.format_exc()[:3000])
+
+
+def references(refer: Callable, programs: Iterable) -> list:
+    """Of each program what one device makes of it, on every rank. Pickled: this is our own, from a moment ago."""
+    return [pickle.loads(made) for made in each_once(*(partial(_referred, refer, program) for program in programs))]
+
+
+def all_right(world, programs: list, refer: Callable, judge: Callable) -> None:
+    """Asserts that the ranks make of each program what one device does."""
+    with np.errstate(all="ignore"):
+        wants = references(refer, programs)
+        assert not (ended := [want for want in wants if isinstance(want, str)]), ended[0]
+        failed = [f"{program}\n  -> {off}" for program, want in zip(programs, wants)
+                  if (off := judge(world, program, want).run())]
+    assert not failed, f"{len(failed)} of {len(programs)}:\n\n" + "\n\n".join(failed)
 
 
 def run_ranks(job: dict, generate: Callable, refer: Callable, judge: Callable) -> int:
-    """What each rank runs. `judge(world, program, want)` has a method `run`, which says what is wrong."""
+    """What each rank runs, until the time is over; it is rank 0's time."""
     faulthandler.enable()
     world = comm.start("cpu")
     ms.runtime.launch_blocking()
@@ -63,10 +84,11 @@ def run_ranks(job: dict, generate: Callable, refer: Callable, judge: Callable) -
         try:
             if seed not in wanted:
                 some = seeds[number:number + world.size]
-                wanted = dict(zip(some, each_once(*(partial(referred, refer, generate(s, world.size)) for s in some))))
+                wanted = dict(zip(some, references(refer, (generate(s, world.size) for s in some))))
             if isinstance(wanted[seed], str):
                 raise ValueError(f"on one device: {wanted[seed]}")
-            report({**said, "wrong": judge(world, program, wanted[seed]).run()})
+            one = judge(world, program, wanted[seed])
+            report({**said, "wrong": one.run(), "noted": getattr(one, "noted", {})})
             agreed(world, "")
         except Exception as e:
             lost = isinstance(e, CommError)
@@ -84,13 +106,19 @@ def run_ranks(job: dict, generate: Callable, refer: Callable, judge: Callable) -
 
 def main(doc: str | None, module: str, ranks: int, programs: int, *how: Callable) -> int:
     """Command line of the fuzzer in this module; returns the exit code. `how`: as for `run_ranks`."""
-    parser = parser_of(doc, ranks, programs)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=ranks)
+    parser.add_argument("--programs", type=int, default=programs)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", help="comma-separated; instead of a range")
+    parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         return run_ranks(json.loads(options.job), *how)
-    seeds: Sequence[int] = seeds_of(options)
-    done, found, limit = 0, Counter[str](), time.monotonic() + 60 * options.minutes
+    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else list(
+        range(options.first, options.first + options.programs))
+    done, found, noted, limit = 0, Counter[str](), Counter[str](), time.monotonic() + 60 * options.minutes
     while seeds and (left := limit - time.monotonic()) > 0:
         job = json.dumps({"seeds": seeds, "seconds": left})
         outcome = launch(module, options.ranks, ["--job", job], left + 120, env={"MS_DTENSOR_TIMEOUT": "20"})
@@ -98,6 +126,8 @@ def main(doc: str | None, module: str, ranks: int, programs: int, *how: Callable
         for line in (line for lines in outcome.reports for line in lines):
             told.setdefault(line["seed"], []).append(line)
         before = found.total()
+        for line in outcome.reports[0]:
+            noted.update(line.get("noted", {}))
         for seed, lines in told.items():
             worst = next((k for k in ("raised", "wrong", "lost") if any(line.get(k) for line in lines)), None)
             if worst is None and 2 * sum("begins" in line for line in lines) > len(lines):  # no verdict of some rank
@@ -114,5 +144,5 @@ def main(doc: str | None, module: str, ranks: int, programs: int, *how: Callable
         seeds = [s for s in seeds if s not in told]
         if outcome.failure is None:
             break
-    print(json.dumps({"ranks": options.ranks, "programs": done, **found}))
+    print(json.dumps({"ranks": options.ranks, "programs": done, **noted, **found}))
     return 1 if found or not done else 0

@@ -24,8 +24,7 @@ from ms_dtensor.errors import CommError  # noqa: E402
 from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
 from ms_dtensor.pipeline import PipelineStage, pipeline  # noqa: E402
 from tests.dist.support import array  # noqa: E402
-from tests.fuzz.check import agreed  # noqa: E402
-from tests.fuzz.judged import differing, main  # noqa: E402
+from tests.fuzz.judged import agreed, differing, main  # noqa: E402
 from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros  # noqa: E402
 from tests.pipeline.cases_run import KINDS, style_of  # noqa: E402
 
@@ -54,14 +53,14 @@ def lay_out(program: Program, stage: PipelineStage, mesh: md.DeviceMesh) -> None
 class Judge:
     """Runs a program on the ranks, and notes what differs from one device."""
 
-    def __init__(self, world, program: Program, want: list | None = None):
+    def __init__(self, world, program: Program, want: list):
         self.world, self.program, self.off = world, program, list[str]()
         pp = 1 if program.grid else world.size // 2 if program.beside else world.size
         axes = {"pp": pp, "dp": 2, "tp": 2} if program.grid else {"pp": pp, "dp": 2} if program.beside else {"pp": pp}
         mesh = md.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         spread = program.share > 1
         self.mine = mesh["dp"].get_group().rank_index if spread else 0
-        self.over, self.want = mesh["pp"], want or refer(program)
+        self.over, self.want = mesh["pp"], want
         kind, v = KINDS[program.schedule]
         stages = pipeline(Net(program), mesh["pp"], split=program.split, n_stages=pp * v, style=style_of(program.schedule))
         for stage in stages:

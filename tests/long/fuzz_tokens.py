@@ -26,8 +26,7 @@ from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
 from ms_dtensor.pipeline import PerMicrobatch, Schedule1F1B, pipeline  # noqa: E402
 from tests.dist.support import array  # noqa: E402
 from tests.fuzz import tokens  # noqa: E402
-from tests.fuzz.check import agreed  # noqa: E402
-from tests.fuzz.judged import differing, main  # noqa: E402
+from tests.fuzz.judged import agreed, differing, main  # noqa: E402
 from tests.fuzz.tokens import Batch, Block, Loss, Net, Planted, Program, Step, gradient, refer  # noqa: E402
 
 CUTTING = ("fsdp", "kept", "hsdp")
@@ -127,9 +126,9 @@ def wrap(program: Program, cell: nn.Cell, mesh: md.DeviceMesh, apart=()) -> None
 class Judge:
     """Runs a program on the ranks, and notes what differs from one device."""
 
-    def __init__(self, world, program: Program, want: list[dict] | None = None):
+    def __init__(self, world, program: Program, want: list[dict]):
         self.world, self.program, self.off = world, program, list[str]()
-        self.want, self.schedule, self.loss_fn = want or refer(program), None, Loss()
+        self.want, self.schedule, self.loss_fn = want, None, Loss()
         mesh = md.init_device_mesh("cpu", tuple(program.axes.values()), mesh_dim_names=tuple(program.axes))
         self.over = mesh["pp"] if "pp" in program.axes else None
         self.mesh = mesh[tuple(a for a in program.axes if a != "pp")] if self.over is not None else mesh

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from unittest import mock
 
-import numpy as np
-
 from ms_dtensor.pipeline.schedule import Schedule
 from tests.cases import case
-from tests.fuzz.pipelines import Program, Step, generate
+from tests.fuzz.judged import all_right
+from tests.fuzz.pipelines import Program, Step, generate, refer
 from tests.long.fuzz_pipeline import Judge
 from tests.tiers import sampled
 
 
-def judged(world, programs) -> None:
-    with np.errstate(all="ignore"):
-        failed = [f"{program}\n  -> {off}" for program in programs if (off := Judge(world, program).run())]
-    assert not failed, "\n\n".join(failed)
-
-
 @case(2, timeout=120)
 def random_pipelines_are_one_devices(world):
-    judged(world, [generate(seed, 2) for seed in sampled(range(40), 8)])
+    all_right(world, [generate(seed, 2) for seed in sampled(range(40), 8)], refer, Judge)
 
 
 @case(4, timeout=120)
 def random_pipelines_beside_other_axes_are_one_devices(world):
-    judged(world, [generate(seed, 4) for seed in sampled(range(40), 20)])
+    all_right(world, [generate(seed, 4) for seed in sampled(range(40), 20)], refer, Judge)
 
 
 @case(2)
 def a_planted_fault_is_seen(world):
     program = Program(0, ["dense", "dense"], ties=[(0, 1)], split=[["layers.0"], ["layers.1", "head"]],
                       steps=[Step("train", 2, 4, 1)])
-    judged(world, [program])
+    all_right(world, [program], refer, Judge)
     with mock.patch.object(Schedule, "_add_tied"):
-        off = Judge(world, program).run()
+        off = Judge(world, program, refer(program)).run()
     assert len(off) == 1 and "gradient of layers.0.up.weight" in off[0], off

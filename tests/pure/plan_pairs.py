@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which (source, target) pairs are planned, and how a plan is compared: for the tests and tests/long/check_plans.py."""
+"""Which (source, target) pairs are planned, and how a plan is compared."""
 from __future__ import annotations
 
 import itertools

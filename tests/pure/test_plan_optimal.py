@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of what tests/long/check_plans.py runs in full: no gap to brute force, right results, bounded memory, quick."""
+"""Plans cost what brute force finds, and give right results: a part of them, all at night; bounded memory, quick."""
 from __future__ import annotations
 
 import random
@@ -27,6 +27,15 @@ def test_no_plan_costs_more_than_brute_force_or_gives_another_result(mesh, check
     for shape in shapes[mesh]:
         every = _EVERY[len(mesh)] * (in_three_dims if len(mesh) == len(shape) == 3 else 1)
         count, wrong = check(mesh, shape, every)
+        assert count and not wrong, shape
+
+
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("check, shapes", [(check_costs, SHAPES), (check_results, EXECUTED)], ids=["costs", "results"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_plan_of_a_small_mesh(mesh, check, shapes):
+    for shape in shapes[mesh]:
+        count, wrong = check(mesh, shape)
         assert count and not wrong, shape
 
 
@@ -104,7 +113,7 @@ def test_five_axes_and_65536_ranks_are_planned_by_few_calls():
     src = Layout(mesh, [P, S(0), S(0), R, S(1)], (131072, 16384))
     dst = Layout(mesh, [S(0), S(1), S(0), S(1), R], (131072, 16384))
     found = []
-    assert calls(lambda: found.extend(plan(src, dst))) < 120_000  # tests/long/check_plans.py --speed measures
+    assert calls(lambda: found.extend(plan(src, dst))) < 120_000
     assert found
 
 

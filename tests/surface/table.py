@@ -29,7 +29,6 @@ from tests.msrun import REPORTS
 SHAPES = {"replicate": {"dp": 4}, "tp": {"tp": 4}, "dp x tp, sp": {"dp": 2, "tp": 2}, "fsdp": {"dp": 4},
           "fsdp x tp, sp": {"dp": 2, "tp": 2}, "one rank": {"dp": 1, "tp": 1}}
 COLUMNS = {4: ("replicate", "tp", "dp x tp, sp", "fsdp", "fsdp x tp, sp"), 1: ("one rank",)}  # by world size
-SLICE = "a slice"  # in place of a text: every row in one column, by turns
 RTOL = 2e-5  # float32: sums in another order, over 5 steps
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 
 import mindspore as ms
 import numpy as np
 
 from ms_dtensor.errors import CollectiveMismatch, PeerLost
-from tests.fuzz.check import agreed
+from tests.fuzz.judged import agreed
 from tests.fuzz.sharding.play import Player, Record
 from tests.fuzz.sharding.programs import Program, Step, smaller
 
@@ -190,24 +190,30 @@ def class_of(verdict: str) -> str:
     return "wrong number" if text.startswith("wrong") else kind_of(text)
 
 
-def check_seed(world, reference: Reference, known: Mapping[str, int]) -> dict:
-    """The verdict on one program, for a report; a failing one is made small unless enough of its class are `known`."""
-    program = reference.program
-    why = verdict(world, reference)
-    said = {"seed": program.seed, "steps": len(program.steps), "stopped": reference.stopped,
-            "amiss": bool(reference.plain), "why": why}
-    if not why:
-        return said
-    tried, goes_on = 0, known.get(class_of(why), 0) < (6 if class_of(why) == "wrong number" else 1)
-    while goes_on:
-        goes_on = False
-        for candidate in smaller(program):
-            tried += 1
-            if tried > SMALLER:
-                break
-            also = verdict(world, refer(candidate))
-            if also and class_of(also) == class_of(why):
-                program, why, goes_on = candidate, also, True
-                break
-    return {**said, "why": said["why"], "small_why": why, "class": class_of(why), "program": str(program),
-            "whole": str(reference.program)}
+class Judge:
+    """The verdict on a program; a failing one is made small, unless enough of its class have been."""
+
+    failed = Counter[str]()  # programs by class, the same on all ranks
+
+    def __init__(self, world, program: Program, want: Reference):
+        self.world, self.want = world, want
+        self.noted = {"plain_mindspore_wrong": int(bool(want.plain)), "one_device_refused": int(bool(want.stopped))}
+
+    def run(self) -> list[str]:
+        program, why, tried = self.want.program, verdict(self.world, self.want), 0
+        if not why:
+            return []
+        first, kind = why, class_of(why)
+        goes_on = self.failed[kind] < (6 if kind == "wrong number" else 1)
+        self.failed[kind] += 1
+        while goes_on:
+            goes_on = False
+            for candidate in smaller(program):
+                tried += 1
+                if tried > SMALLER:
+                    break
+                also = verdict(self.world, refer(candidate))
+                if also and class_of(also) == kind:
+                    program, why, goes_on = candidate, also, True
+                    break
+        return [first, f"made small: {why}\n{program}"]

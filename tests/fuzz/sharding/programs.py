@@ -6,7 +6,7 @@ Nothing here runs one: `play.py` does, on one device and on ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -61,14 +61,10 @@ class Step:
     # second micro-batch on a cell is frozen that was trained, or the other way round
     between: str = ""
     which: int = 0  # number of a parameter, cell or wrap
-    odd: int | None = None  # the rank whose last pass is `other`
-    other: Pass | None = None
 
     def __str__(self):
         said = ["; ".join(" and ".join(f"[{p}]" for p in micro) for micro in self.passes)] if self.passes else []
-        said += [f"{f.name}={v!r}" for f in fields(self)[2:-2] if (v := getattr(self, f.name)) != f.default]
-        if self.odd is not None:
-            said.append(f"but rank {self.odd}: [{self.other}]")
+        said += [f"{f.name}={v!r}" for f in fields(self)[2:] if (v := getattr(self, f.name)) != f.default]
         return f"{self.kind}({', '.join(said)})"
 
 
@@ -120,10 +116,10 @@ def _walk(part: Part, where: str) -> Iterator[tuple[str, Part]]:
 class _Draw(Draws):
     """Draws one program."""
 
-    def __init__(self, seed: int, ranks: int, differs: bool):
-        super().__init__([seed, differs])
-        self.ranks, self.differs, self.seed = ranks, differs, seed
-        self.later = np.random.default_rng([seed, differs, 1])  # what was thought of later: older seeds stay what they are
+    def __init__(self, seed: int, ranks: int):
+        super().__init__([seed, 0])
+        self.ranks, self.seed = ranks, seed
+        self.later = np.random.default_rng([seed, 0, 1])  # what was thought of later: older seeds stay what they are
 
     def program(self) -> Program:
         scheme = self.one("fsdp", "replicate", "zero1", "roots", p=(.5, .2, .12, .18))
@@ -236,9 +232,6 @@ class _Draw(Draws):
         return one
 
     def steps(self, program: Program) -> list[Step]:
-        if self.differs:
-            last = self.parted(program)
-            return [*([Step("train", [[self.passed(program)]])] if self.chance(.5) else []), last]
         kinds = {"train": .5, "eval": .08, "raise": .08, "write": .09, "freeze": .06, "unshard": .05, "reshard": .04,
                  "keep": .02, "copy": .03, "broken": .05}
         some = [self.one(*kinds, p=list(kinds.values())) for _ in range(int(self.rng.integers(1, 5)))]
@@ -271,69 +264,9 @@ class _Draw(Draws):
             step.how = self.one("True", "False")
         return step
 
-    def parted(self, program: Program) -> Step:
-        """A step that one rank does otherwise: another order of alike cells, one left out, or once more."""
-        n = int(self.rng.integers(2, 4))
-        first = Part(self.one("dense", "mlp", "norm"))
-        pure = [p for p in program.body.parts if p.kind in ("dense", "mlp", "norm", "number", "empty")]
-        for part in pure:
-            part.tied = ""
-        program.body.parts = [*(copy.deepcopy(first) for _ in range(n)), *pure[:1]]
-        program.wraps = [w for w in program.wraps if w.kind in DATA and not w.where.startswith("body.")]
-        kind = self.one("fsdp", "replicate", "zero1") if program.wraps[-1].where == "" else program.wraps[-1].kind
-        program.wraps = [self.data("", kind, {}, True)]
-        if kind == "fsdp" or self.chance(.2):
-            inner = [self.data(f"body.parts.{i}", kind, {}, False) for i in range(n)]
-            program.wraps = [*inner, *program.wraps]
-        usual = Pass(4 * self.ranks, int(self.rng.integers(1 << 20)))
-        every = tuple(range(len(program.body.parts)))
-        way = self.one((1, 0, *every[2:]), every[1:], (0, *every), (0, 0, *every[2:]))
-        other = copy.deepcopy(usual)
-        other.order = {"body": way}
-        program.axes, program.tied = {"dp": self.ranks}, False
-        return Step("train", [[usual]], how=self.one("md", "ms"), odd=int(self.rng.integers(self.ranks)), other=other)
 
-
-def generate(seed: int, ranks: int, differs: bool = False, without: Iterable[str] = ()) -> Program:
-    """The program of a seed; `differs`: one rank does something else in its last step; `without`: see `TRAITS`."""
-    program = _Draw(seed, ranks, differs).program()
-    for name in without:
-        TRAITS[name](program)
-    return program
-
-
-def _parts(change: Callable[[Part], Any]) -> Callable[[Program], None]:
-    return lambda program: [change(p) for p in program.parts().values()] and None
-
-
-def _steps(change: Callable[[Step], Any]) -> Callable[[Program], None]:
-    return lambda program: [change(s) for s in program.steps] and None
-
-
-def _no_data(part: Part) -> None:
-    part.out = "tuple" if part.out == "data" else part.out
-
-
-def _no_flat(program: Program) -> None:
-    if "tp" in program.axes and "a" in program.axes:
-        program.axes = {"dp": program.axes["a"] * program.axes["b"], "tp": program.axes["tp"]}
-
-
-# What can be left out, to see behind faults that are known: name -> what takes it out of a program.
-TRAITS: dict[str, Callable[[Program], None]] = {
-    "dataclass": _parts(_no_data),
-    "kept": _parts(lambda p: setattr(p, "kept", None)),
-    "giver": _parts(lambda p: setattr(p, "kind", "group") if p.kind == "giver" else None),
-    "teacher": _parts(lambda p: setattr(p, "kind", "dense") if p.kind == "teacher" else None),
-    "micro": _steps(lambda s: s.passes.__delitem__(slice(1, None))),
-    "between": _steps(lambda s: setattr(s, "between", "")),
-    "frozen between": _steps(lambda s: setattr(s, "between", "" if s.between in ("freeze", "turn") else s.between)),
-    "checkpoint": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "checkpoint"]),
-    "save": lambda p: [w.options.pop("save", None) for w in p.wraps] and None,
-    "tp": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "tp"]),
-    "flat_tp": _no_flat,
-    "mp": lambda p: [w.options.pop("mp", None) for w in p.wraps] and None,
-}
+def generate(seed: int, ranks: int) -> Program:
+    return _Draw(seed, ranks).program()
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -358,7 +291,7 @@ def smaller(program: Program) -> Iterator[Program]:
     if program.short:  # all or none, else dtypes meet
         yield less(lambda p: [w.options.pop("mp", None) for w in p.wraps])
     for i, step in enumerate(program.steps):
-        for f in fields(Step)[2:-2]:
+        for f in fields(Step)[2:]:
             if getattr(step, f.name) != f.default and f.name not in ("which", "how" if step.kind != "train" else ""):
                 yield less(lambda p, i, f: setattr(p.steps[i], f.name, f.default), i, f)
         for m, micro in enumerate(step.passes):
