@@ -2,9 +2,7 @@
 """Real ranks: the recipe with its tokens cut over cp trains as on one device, beside everything else that it can do."""
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +13,11 @@ from model_zoo.llama.generate import generate
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
-from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
-from tests.dist.support import array, each_once, refusal
+from tests.dist.support import refusal
 from tests.tiers import sampled
-
-SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
+from tests.zoo.recipe import SIZES, as_one_device, goes_on
 
 
 @dataclass(frozen=True)
@@ -43,35 +39,14 @@ class Drawn:
         return {}
 
 
-_one_device: dict = {}
-
-
-def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=None, lora=None, experts=None, **how):
-    """(losses, norms, trained parameters) of three steps; the last loss is the held-out one after them."""
-    cfg = Config(model=ModelConfig(sliding_window=window, experts=experts, **SIZES), parallel=parallel or ParallelConfig(),
-                 lora=lora,
-                 optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
-                 train=TrainConfig(steps=3, batch=batch, seq=12, seed=3, eval_batches=2, **how))
-    trainer = Trainer(cfg, Drawn(documents), None if parallel is None else make_mesh("cpu", parallel))
-    done = [trainer.step(i) for i in range(3)]
-    losses = [*(s.loss for s in done), trainer.held_out_loss()]
-    return losses, [s.grad_norm for s in done], {p.name: array(p) for p in trainer.params}
-
-
 def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=None, experts=None, **how):
     """Compares with one device; the events that fetched keys. Three rows a rank: the cuts are within rows."""
-    batch, alone = 3 * parallel.dp * how.get("micro_batches", 1), {k: v for k, v in how.items() if k == "micro_batches"}
-    key = documents, batch, window, lora, experts, *alone.values()
-    if key not in _one_device:
-        _one_device[key], = each_once(lambda: steps(None, documents, batch, window, lora, experts, **alone))
+    cfg = Config(model=ModelConfig(sliding_window=window, experts=experts, **SIZES), parallel=parallel, lora=lora,
+                 optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
+                 train=TrainConfig(steps=3, batch=3 * parallel.dp * how.get("micro_batches", 1), seq=12, seed=3,
+                                   eval_batches=2, **how))
     with comm.record() as events:
-        loss, norm, params = steps(parallel, documents, batch, window, lora, experts, **how)
-    losses, norms, wanted = _one_device[key]
-    off = [np.abs(np.divide(a, b) - 1).max() for a, b in ((loss, losses), (norm, norms))]
-    # in norm: AdamW divides by roots of small second moments, so single elements are off by more
-    assert params.keys() == wanted.keys() if parallel.pp == 1 else params.keys() < wanted.keys()
-    off.append(max(np.linalg.norm(w - wanted[name]) / max(np.linalg.norm(wanted[name]), 1.0) for name, w in params.items()))
-    assert max(off) <= 1e-6, (parallel, how, off)
+        as_one_device(cfg, Drawn(documents), 3, loss=1e-6, far=1e-6, small=1.0)
     return [e for e in events if e.src == "keys and values"]
 
 
@@ -137,26 +112,11 @@ def made(parallel: ParallelConfig) -> Trainer:
 
 @case(world_size=4, timeout=300)
 def a_run_goes_on_with_other_ranks_sharing_its_tokens(world):
-    """Bit for bit on its own mesh; on others, without cp too, within 1e-6: an order is no part of a checkpoint."""
+    """On others, without cp too, within 1e-6: an order is no part of a checkpoint."""
     layouts = [ParallelConfig(dp=2, cp=2, fsdp=True), ParallelConfig(cp=4, ulysses=2), ParallelConfig(dp=4, fsdp=True),
                ParallelConfig(tp=2, cp=2, sequence_parallel=True, cp_algorithm="ring"), ParallelConfig(pp=2, cp=2)]
-    root = Path(comm.group(tuple(range(4))).broadcast_object(os.path.join(os.getcwd(), "context_resume"), 0))
     for source in sampled((layouts[0], layouts[2]), 2):
-        straight, first = made(source), made(source)
-        want = [straight.step(i).loss for i in range(4)]
-        saver = Checkpointer(first.state(), root / f"cp{source.cp}", interval=2, over=first.over)
-        saver.begin()
-        losses = [first.step(i).loss for i in range(2)]
-        saver.after(2)
-        saver.finish()
-        for parallel in [source, *sampled(layouts[1:], 2)]:
-            again = made(parallel)
-            assert Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000002") == 2
-            got = losses + [again.step(i).loss for i in (2, 3)]
-            assert np.abs(np.divide(got, want) - 1).max() <= 1e-6, (source, parallel, got, want)
-            if parallel == source:
-                assert got == want and all(array(a).tobytes() == array(b).tobytes()
-                                           for a, b in zip(again.params, straight.params, strict=True))
+        goes_on(made, source, sampled(layouts[1:], 2), at=2, steps=4, loss=1e-6)
 
 
 @case(world_size=2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -16,14 +14,8 @@ from ms_dtensor.errors import CheckpointError
 from tests.cases import case
 from tests.checkpoint.programs import BY_RANKS, Net
 from tests.dist.operands import P, R, S, data, mesh_1d, placed
-from tests.dist.support import array, counted, refusal, same_on_all_ranks
+from tests.dist.support import array, counted, refusal, same_on_all_ranks, shared_folder
 from tests.tiers import sampled
-
-
-def shared_folder() -> Path:
-    """A new one, the same on all ranks."""
-    return Path(comm.group(tuple(range(4))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
-
 
 LAYOUTS = BY_RANKS[4]
 BUILD = {

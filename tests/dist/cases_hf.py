@@ -17,7 +17,7 @@ from ms_dtensor.checkpoint.weights import Weights
 from ms_dtensor.dispatch.operands import wrap
 from ms_dtensor.errors import CheckpointError
 from tests.dist.operands import P, R, S, mesh_1d, mesh_2d
-from tests.dist.support import counted, refusal
+from tests.dist.support import counted, refusal, shared_folder
 
 NAMES = {"experts": "model.experts.*.weight", "*": "model.*.weight"}
 
@@ -64,14 +64,9 @@ def written() -> dict[str, np.ndarray]:
     return out
 
 
-def folder(world, name: str) -> str:
-    return comm.group(range(world.size)).broadcast_object(os.path.join(os.getcwd(), f"hf_{name}"), 0)
-
-
 def weights_of_any_layout_come_in_and_go_out(world):
-    root, want = folder(world, "layouts"), written()
+    root, want = shared_folder(), written()
     if world.rank == 0:
-        os.makedirs(root)
         write_safetensors(f"{root}/model.safetensors", {n: (a.dtype.name, a.shape, [a]) for n, a in want.items()})
     comm.group(range(4)).barrier()
     net = module()
@@ -90,7 +85,7 @@ def weights_of_any_layout_come_in_and_go_out(world):
 
 
 def what_fails_on_one_rank_is_raised_on_all(world):
-    root, net = folder(world, "failures"), module()
+    root, net = shared_folder() / "weights", module()
     write, read = hf.write_safetensors, SafetensorsFile.read
 
     def full(path, *rest):

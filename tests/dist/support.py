@@ -2,9 +2,12 @@
 """What the rank-side cases share: seeded data, comparison with one device, counting communication."""
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -76,6 +79,12 @@ def each_once(*makes: Callable[[], Any]) -> list:
     for of_a_rank in comm.group(tuple(range(world.size))).all_gather_object(mine):
         heard |= of_a_rank
     return [heard[i] for i in range(len(makes))]
+
+
+def shared_folder() -> Path:
+    """A new one, the same on all ranks."""
+    ranks = range(comm.current_world().size)
+    return Path(comm.group(ranks).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
 
 
 # At the first call of a style with a plain input that it takes as cut: ranks tell each other the extents.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import numpy as np
 from mindspore import Tensor, mint
 
 import ms_dtensor as md
-from ms_dtensor import checkpoint, comm
+from ms_dtensor import checkpoint
 from ms_dtensor.checkpoint.reader import read_index
 from ms_dtensor.checkpoint.state import State
 from ms_dtensor.errors import CheckpointError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleInterleaved1F1B, pipeline
 from tests.cases import case, cases
-from tests.dist.support import array, counted, refusal, same_on_all_ranks
+from tests.dist.support import array, counted, refusal, same_on_all_ranks, shared_folder
 from tests.pipeline.cases_run import WAYS, Net, T, X, loss_fn
 from tests.sharding.support import filled
 from tests.tiers import sampled
@@ -25,11 +23,6 @@ from tests.tiers import sampled
 # by name: stages a rank, the axis beside pp, and what is done with each stage
 PIPELINES = {"pp4": (1, "", ""), "pp2 x fsdp2": (1, "dp", "blocks"), "pp2 x tp2": (1, "tp", "tp"),
              "pp2 of two stages x replicate2": (2, "dp", "replicate")}
-
-
-def folder(world) -> Path:
-    """A new one, the same on all ranks."""
-    return Path(comm.group(tuple(range(world.size))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
 
 
 class Job:
@@ -80,7 +73,7 @@ def alike(job: Job, want: dict[str, np.ndarray], what: str) -> None:
 @cases(4, {"stages_are_one_checkpoint_that_every_mesh_loads": (False,), "weights_that_stages_share_are_saved_once": (True,)},
        timeout=200)
 def every_mesh(world, tied: bool) -> None:
-    root, whole = folder(world), Job("plain", 5, tied)
+    root, whole = shared_folder(), Job("plain", 5, tied)
     checkpoint.save(whole.state, root / "one")
     one = read_index(root / "one")
     for i, source in sampled(enumerate(PIPELINES), 2, tied):
@@ -106,7 +99,7 @@ def every_mesh(world, tied: bool) -> None:
 @case(4, timeout=120)
 def a_resumed_pipeline_goes_on_bit_for_bit(world):
     for name in sampled(("pp2 x fsdp2", "pp2 of two stages x replicate2"), 2):
-        root, straight, first = folder(world), Job(name, 1, True), Job(name, 1, True)
+        root, straight, first = shared_folder(), Job(name, 1, True), Job(name, 1, True)
         want = straight.steps(4)
         saver = checkpoint.Checkpointer(first.state, root, interval=2, async_save=True, over=first.over)
         assert saver.begin("latest") == 0
@@ -122,7 +115,7 @@ def a_resumed_pipeline_goes_on_bit_for_bit(world):
 
 @case(4, timeout=120)
 def stages_that_do_not_fit_are_refused_on_all_ranks_before_a_file_is_made(world):
-    root, job = folder(world), Job("pp2 x fsdp2", 1, True)
+    root, job = shared_folder(), Job("pp2 x fsdp2", 1, True)
     place, line = job.over.get_local_rank(), world.rank % 2
     off = Job("pp2 x fsdp2", 1, True)
     shared = off.state["model"].state_dict()["first.weight"]  # of both stages

@@ -2,9 +2,7 @@
 """Real ranks: parameters that `fully_shard` cuts by parts (`FusedShard`), of each of which every rank has a chunk."""
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -15,7 +13,7 @@ from ms_dtensor.checkpoint import load, save
 from ms_dtensor.errors import LayoutError
 from ms_dtensor.optim import clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, refusal
+from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, refusal, shared_folder
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh, filled, own_rows, sharded
 from tests.tiers import sampled
@@ -238,8 +236,7 @@ def beside_tensor_parallel_ranks_both_cut_the_parts(world):
 
 @case(world_size=4, timeout=120)
 def checkpoints_are_read_by_other_numbers_of_ranks(world):
-    everyone = md.comm.group(tuple(range(4)))
-    path = Path(everyone.broadcast_object(os.path.join(os.getcwd(), "by_parts"), 0))
+    path = shared_folder() / "saved"
     net = cut(net_of(FEW), data_mesh(world))
     want = {name: array(p) for name, p in net.parameters_dict().items()}
     save(net.state_dict(), path)

@@ -2,25 +2,22 @@
 """Real ranks: q, k and v as one weight, and w1 and w3: numbers and files are those of single ones, on any mesh."""
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 
 from model_zoo.llama import hf
 from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from model_zoo.llama.data import Text
 from model_zoo.llama.joined import parts_of
 from model_zoo.llama.model import Llama, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import FusedShard, Replicate, comm, value_and_grad
+from ms_dtensor import FusedShard, Replicate, value_and_grad
 from ms_dtensor.checkpoint import load, save
 from ms_dtensor.checkpoint.weights import Weights
 from tests.cases import case
 from tests.dist.cases_llama import DEEPSEEK, MODELS, SIZES, loss_and_gradients, loss_of, plain_loss_of
-from tests.dist.support import array, counted, each_once
+from tests.dist.support import array, counted, each_once, shared_folder
 from tests.tiers import sampled
+from tests.zoo.recipe import TEXT
 
 CLOSE = 5e-6  # relative, in norm: one product's sums are taken in another order than those of several
 PLAIN = ModelConfig(**SIZES)
@@ -101,9 +98,6 @@ def gradients_are_those_of_single_weights_on_one_device(world):
             assert not more or biased and {op for op, _ in more} == {"all_reduce"}, (name, layout, more)
 
 
-TEXT = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
-
-
 def trainer(on: bool, parallel: ParallelConfig = ONE, on_mesh: bool = True, model: ModelConfig = PLAIN,
             **how) -> Trainer:
     cfg = Config(model=model, parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
@@ -138,14 +132,10 @@ def a_seed_gives_the_losses_of_single_weights(world):
     assert np.allclose(*low, rtol=2e-3), low
 
 
-def folder(world, name: str) -> Path:
-    return Path(comm.group(tuple(range(world.size))).broadcast_object(os.path.join(os.getcwd(), name), 0))
-
-
 @case(world_size=4, timeout=300)
 def a_run_goes_on_with_weights_joined_or_single_on_another_mesh(world):
     """The names in a checkpoint are the same, and all bits of weights and moments, whichever way it is written and read."""
-    root = folder(world, "joined")
+    root = shared_folder()
     meshes = {"fsdp2 x tp2": ParallelConfig(2, 2, fsdp=True), "fsdp4": ParallelConfig(4, 1, fsdp=True),
               "pp2 x tp2": ParallelConfig(1, 2, pp=2), "zero1": ParallelConfig(4, 1, zero1=True)}
 
@@ -176,7 +166,7 @@ def a_run_goes_on_with_weights_joined_or_single_on_another_mesh(world):
 @case(world_size=4, timeout=200)
 def published_weights_are_read_and_written_bit_for_bit(world):
     """Files of joined weights have the names and the bits of single ones, and are read by either."""
-    root, cfg = folder(world, "joined_hf"), MODELS["qwen2"]
+    root, cfg = shared_folder(), MODELS["qwen2"]
     layouts = {"fsdp2 x tp2": ParallelConfig(2, 2, fsdp=True, loss_parallel=False), "fsdp4": ParallelConfig(4, 1, fsdp=True)}
     for name, parallel in sampled(layouts.items(), 2):
         mesh, nets = make_mesh("cpu", parallel), {on: made(cfg, on) for on in (True, False)}

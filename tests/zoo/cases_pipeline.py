@@ -2,27 +2,21 @@
 """Real ranks: the recipe in stages, with its own configuration `tiny`: one device's losses, resumed on any mesh."""
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from model_zoo.llama.config import Config, ParallelConfig, check
 from model_zoo.llama.configio import load
-from model_zoo.llama.data import load_text, places
-from model_zoo.llama.parallelize import make_mesh
-from model_zoo.llama.trainer import Trainer
-from ms_dtensor import comm
-from ms_dtensor.checkpoint import Checkpointer
+from model_zoo.llama.data import places
 from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
-from tests.dist.support import array, each, each_once
+from tests.dist.support import array, each
 from tests.tiers import sampled
+from tests.zoo.recipe import LOSS, as_one_device, goes_on, of_one_device, run, trainer, weights
 
 TINY = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"
-LOSS, PARAMETERS = 1e-5, 1e-4  # relative; AdamW divides by roots of small second moments
 INTERLEAVED = {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}
 
 
@@ -34,38 +28,12 @@ def config(parallel: ParallelConfig, tied: bool = False, **train) -> Config:
     return cfg
 
 
-def trainer(cfg: Config, on_mesh: bool = True) -> Trainer:
-    return Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq),
-                   make_mesh("cpu", cfg.parallel) if on_mesh else None)
-
-
-def run(one: Trainer, steps: int = 10, begin: int = 0) -> list[list[float]]:
-    """Loss and gradient norm of each step, and the held-out loss at the end."""
-    results = [one.step(step) for step in range(begin, steps)]
-    return [[r.loss for r in results], [r.grad_norm for r in results], [one.held_out_loss()]]
-
-
-@lru_cache
-def one_device() -> list[tuple[list[list[float]], dict[str, np.ndarray]]]:
-    """Of weights that are not tied, and of such that are."""
-    def ran(tied: bool):
-        one = trainer(config(ParallelConfig(), tied), on_mesh=False)
-        numbers = run(one)
-        assert numbers[0][-1] < numbers[0][0] - 0.5
-        return numbers, {p.name: array(p) for p in one.params}
-    return each_once(lambda: ran(False), lambda: ran(True))
-
-
-def as_one_device(parallel: ParallelConfig, micro_batches: int, tied: bool = False, option: str = "") -> None:
+def trains_alike(parallel: ParallelConfig, micro_batches: int, tied: bool = False, option: str = "") -> None:
     """`option`: of training, that is on."""
-    made = trainer(config(parallel, tied, micro_batches=micro_batches, **dict.fromkeys(option.split(), True)))
-    want, params = one_device()[tied]
-    for got, wanted in zip(run(made), want, strict=True):
-        assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
-    names = {p.name for p in made.params}
-    assert names < set(params), "a rank has its stages' parameters"
-    for p in made.params:
-        assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
+    cfg = config(parallel, tied, micro_batches=micro_batches, **dict.fromkeys(option.split(), True))
+    as_one_device(cfg)
+    losses = of_one_device(cfg)[0][0]
+    assert losses[-1] < losses[0] - 0.5
 
 
 ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
@@ -79,7 +47,7 @@ def two_stages_train_as_one_device(world):
         (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), 4),
         (ParallelConfig(pp=2), 2, False, "recompute"), (ParallelConfig(pp=2, pp_split=("norm",)), 2),
         (ParallelConfig(pp=2), 2, True), (ParallelConfig(pp=2), 4, False, "compile"),
-        (ParallelConfig(pp=2, pp_schedule="zbh1"), 4, True, "compile")), 8))(as_one_device)
+        (ParallelConfig(pp=2, pp_schedule="zbh1"), 4, True, "compile")), 8))(trains_alike)
 
 
 @case(4, timeout=300)
@@ -89,7 +57,7 @@ def stages_beside_other_axes_train_as_one_device(world):
         (ParallelConfig(2, 1, fsdp=True, pp=2), 4),
         (ParallelConfig(2, 1, fsdp=True, pp=2, **INTERLEAVED), 2, True, "recompute"),
         (ParallelConfig(2, 1, fsdp=True, pp=2, **ZBV), 4, False, "recompute"), (ParallelConfig(2, 1, pp=2), 4),
-        (ParallelConfig(2, 1, zero1=True, pp=2), 2)), 8))(as_one_device)
+        (ParallelConfig(2, 1, zero1=True, pp=2), 2)), 8))(trains_alike)
 
 
 @case(4, timeout=200)
@@ -112,36 +80,18 @@ def packed_documents_and_16_bits_go_through_stages(world):
             assert np.linalg.norm(array(g) - want[p.name]) <= 2e-5 * np.linalg.norm(want[p.name]), (parallel, p.name)
     low = [run(trainer(config(parallel, micro_batches=2, dtype="bfloat16")), 4)[0] for parallel in (
         ParallelConfig(4, 1), ParallelConfig(2, 1, fsdp=True, pp=2))]
-    assert np.allclose(*low, rtol=1e-3) and not np.allclose(low[0], one_device()[False][0][0][:4], rtol=1e-6), low
-
-
-def values(one: Trainer) -> dict[str, np.ndarray]:
-    return {p.name: array(p) for p in one.params}
+    wide = of_one_device(config(ParallelConfig()))[0][0][:4]
+    assert np.allclose(*low, rtol=1e-3) and not np.allclose(low[0], wide, rtol=1e-6), low
 
 
 @case(4, timeout=300)
 def a_run_goes_on_with_other_stages_and_with_none(world):
-    """Bit for bit on its own mesh; a single device's checkpoint goes on in stages, too."""
-    stages = {"pp2 x fsdp2": ParallelConfig(2, 1, fsdp=True, pp=2), "pp4": ParallelConfig(pp=4),
-              "pp2 x tp2": ParallelConfig(1, 2, pp=2), "fsdp4": ParallelConfig(4, 1, fsdp=True)}
-    root = Path(comm.group(tuple(range(4))).broadcast_object(os.path.join(os.getcwd(), "pipeline_resume"), 0))
-    for source in sampled(("pp2 x fsdp2", "fsdp4"), 2):
-        straight = trainer(config(stages[source], tied=True, micro_batches=2))
-        want = run(straight)[0]
-        first = trainer(config(stages[source], tied=True, micro_batches=2))
-        saver = Checkpointer(first.state(), root / source.replace(" ", ""), interval=5, over=first.over)
-        saver.begin()
-        losses = run(first, 5)[0]
-        saver.after(5)
-        saver.finish()
-        for name, parallel in stages.items():
-            again = trainer(config(parallel, tied=True, micro_batches=2))
-            done = Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000005")
-            got = losses + run(again, begin=done)[0]
-            assert np.allclose(got, want, rtol=LOSS, atol=0), (source, name, got, want)
-            if name == source:
-                mine, theirs = values(again), values(straight)
-                assert got == want and all(mine[key].tobytes() == theirs[key].tobytes() for key in theirs)
+    """A single device's checkpoint goes on in stages, too."""
+    stages = [ParallelConfig(2, 1, fsdp=True, pp=2), ParallelConfig(pp=4), ParallelConfig(1, 2, pp=2),
+              ParallelConfig(4, 1, fsdp=True)]
+    for source in sampled((stages[0], stages[-1]), 2):
+        goes_on(lambda parallel: trainer(config(parallel, tied=True, micro_batches=2)), source,
+                [one for one in stages if one is not source], at=5, steps=10)
 
 
 @case(4, timeout=120)
@@ -150,7 +100,7 @@ def a_step_of_stages_is_left_out_on_all_ranks_or_on_none(world):
     cfg = config(ParallelConfig(2, 1, fsdp=True, pp=2), micro_batches=2)
     one = trainer(replace(cfg, guard=replace(cfg.guard, nan="skip")))
     one.step(0)
-    before, whole = values(one), one.stages.step
+    before, whole = weights(one), one.stages.step
 
     def broken(*args, **kwargs):
         loss, grads = whole(*args, **kwargs)
@@ -160,6 +110,6 @@ def a_step_of_stages_is_left_out_on_all_ranks_or_on_none(world):
     one.stages.step = broken
     assert one.step(1).verdict.action == "skip"
     one.stages.step = whole
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(before.values(), values(one).values(), strict=True))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(before.values(), weights(one).values(), strict=True))
     one.guard.judge = lambda *numbers: Verdict("skip" if world.rank else "go")
     assert one.step(2).verdict.action == "go" and one.optimizer.step == 2

@@ -2,10 +2,7 @@
 """Real ranks: what else the recipe does in stages: experts, adapters, published weights, texts; each against one device."""
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +12,12 @@ from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, init_weights
 from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import comm
-from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.pipeline import ScheduleGPipe, pipeline
 from tests.cases import case
-from tests.dist.support import array, each, each_once
+from tests.dist.support import array, each, shared_folder
 from tests.tiers import sampled
-from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, ZBV, config, run, trainer
+from tests.zoo.cases_pipeline import INTERLEAVED, ZBV, config
+from tests.zoo.recipe import as_one_device, goes_on, run, trainer
 
 KINDS = {"experts": {"experts": ExpertsConfig(4, 2, balance=0.5)},
          "with a capacity": {"experts": ExpertsConfig(4, 2, capacity=0.9, balance=0.5)},
@@ -36,23 +32,8 @@ def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train)
     return cfg
 
 
-@lru_cache
-def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[str, np.ndarray], list | None]:
-    def ran():
-        one = trainer(configured(kind, ParallelConfig(), micro_batches=micro_batches), on_mesh=False)
-        numbers = run(one, 3)
-        return numbers, {p.name: array(p) for p in one.params}, None if one.loads is None else one.loads.tolist()
-    return each_once(ran)[0]
-
-
-def as_one_device(kind: str, parallel: ParallelConfig, recompute: bool = False) -> None:
-    made = trainer(configured(kind, parallel, micro_batches=2, recompute=recompute))
-    want, params, loads = one_device(kind, 2)
-    for got, wanted in zip(run(made, 3), want, strict=True):
-        assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
-    assert (None if made.loads is None else made.loads.tolist()) == loads, "of all layers, on all ranks"
-    for p in made.params:
-        assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
+def trains_alike(kind: str, parallel: ParallelConfig, recompute: bool = False) -> None:
+    as_one_device(configured(kind, parallel, micro_batches=2, recompute=recompute), steps=3)
 
 
 @case(2, timeout=200)
@@ -62,7 +43,7 @@ def experts_and_adapters_in_two_stages(world):
         ("experts", ParallelConfig(pp=2)), ("with a capacity", ParallelConfig(pp=2, **ZBV)),
         ("adapters", ParallelConfig(pp=2)), ("adapters", ParallelConfig(pp=2, pp_split=("norm",))),  # one stage has none
         ("adapters", ParallelConfig(pp=2, pp_schedule="zbh1")), ("experts", ParallelConfig(pp=2, **INTERLEAVED), True),
-        ("adapters and experts", ParallelConfig(pp=2, pp_split=("layers.0",)))), 6))(as_one_device)
+        ("adapters and experts", ParallelConfig(pp=2, pp_split=("layers.0",)))), 6))(trains_alike)
 
 
 @case(4, timeout=300)
@@ -73,32 +54,17 @@ def experts_and_adapters_in_stages_beside_other_axes(world):
         ("experts", ParallelConfig(1, 2, True, pp=2, **ZBV)),
         ("adapters", ParallelConfig(2, 1, fsdp=True, pp=2, pp_split=("norm",))), ("adapters", ParallelConfig(1, 2, pp=2)),
         ("experts", ParallelConfig(cp=2, pp=2)), ("biases", ParallelConfig(2, 1, fsdp=True, pp=2)),
-        ("adapters", ParallelConfig(pp=4))), 5))(as_one_device)
+        ("adapters", ParallelConfig(pp=4))), 5))(trains_alike)
 
 
 @case(2, timeout=120)
 def a_run_with_adapters_goes_on_though_a_stage_has_none(world):
-    """Bit for bit; the rank without parameters has no optimizer."""
-    cfg = configured("adapters", ParallelConfig(pp=2, pp_split=("norm",)), micro_batches=2)
-    straight = trainer(cfg)
-    want = run(straight, 4)[0]
-    assert (straight.optimizer is None) == (world.rank == 1)
-    root = shared("adapters_resume")
-    first = trainer(cfg)
-    saver = Checkpointer(first.state(), root, interval=2, over=first.over)
-    saver.begin()
-    losses = run(first, 2)[0]
-    saver.after(2)
-    saver.finish()
-    again = trainer(cfg)
-    assert Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000002") == 2
-    assert losses + run(again, 4, 2)[0] == want
-
-
-def shared(name: str) -> Path:
-    """A folder that all ranks name alike."""
-    ranks = tuple(range(comm.current_world().size))
-    return Path(comm.group(ranks).broadcast_object(os.path.join(os.getcwd(), name), 0))
+    """The rank without parameters has no optimizer."""
+    def made(parallel: ParallelConfig):
+        one = trainer(configured("adapters", parallel, micro_batches=2))
+        assert (one.optimizer is None) == (world.rank == 1)
+        return one
+    goes_on(made, ParallelConfig(pp=2, pp_split=("norm",)), (), at=2, steps=4)
 
 
 def in_stages(model: Llama, parallel: ParallelConfig, **how):
@@ -122,7 +88,7 @@ def published(parallel: ParallelConfig, kind: str, tied: bool, how: dict) -> Non
     cfg = replace(cfg, model=replace(cfg.model, experts=KINDS[kind]["experts"] if kind else None))
     want = {p.name: p.asnumpy() for p in plain(cfg).get_parameters()}
     stages, mesh = in_stages(plain(cfg), parallel, **how)
-    root = shared(f"published {kind} {tied} {parallel.tp} {parallel.fsdp} {parallel.ep} {how}")
+    root = shared_folder()
     hf.save(stages, cfg.model, root / "stages", max_positions=64, max_shard_size=20_000, over=mesh["pp"])
     other = plain(cfg, 2)
     hf.load(other, root / "stages")
@@ -185,7 +151,7 @@ def exported_adapters_of_stages_are_merged(world):
     models = [stage.module for stage in one.stages.stages.values()]
     for model in models:
         lora.merge(model)
-    root = shared("merged")
+    root = shared_folder() / "merged"
     with lora.without_adapters(*models):
         hf.save(list(one.stages.stages.values()), cfg.model, root, max_positions=64, over=one.over)
     whole = Llama(cfg.model)
