@@ -41,40 +41,6 @@ def suite(e, rank, size):
     return contract.run_all(Arrays(e), rank, size)
 
 
-def large(e, rank, size):
-    """Messages of several chunks, uneven, on every collective; and the area is shared by several groups."""
-    world = tuple(range(size))
-    n = size
-    elements = (5 << 20) // 4 + 13
-    xs = contract.inputs(0, n, (elements,), "float32")
-    contract.same(e.all_reduce(xs[rank], "sum", world), contract.reduced(xs, "sum"))
-    sizes = [elements + 7 * i for i in range(n)]
-    ys = contract.inputs(1, n, [(s,) for s in sizes], "float32")
-    contract.same(e.all_gather(ys[rank], 0, sizes, world), np.concatenate(ys))
-    rows = contract.inputs(2, n, [(3, 500_000 + i) for i in range(n)], "float32")
-    contract.same(e.all_gather(rows[rank], 1, [500_000 + i for i in range(n)], world), np.concatenate(rows, 1))
-    cuts = [900_000 // n + 11 * i for i in range(n)]
-    zs = contract.inputs(3, n, (2, sum(cuts)), "float32")
-    contract.same(e.reduce_scatter(zs[rank], "sum", 1, cuts, world),
-                  np.ascontiguousarray(contract.slices(contract.reduced(zs, "sum"), 1, cuts)[rank]))
-    joins = [3 + i for i in range(n)]
-    ws = contract.inputs(4, n, [(j, sum(cuts)) for j in joins], "float32")
-    want = np.concatenate([contract.slices(w, 1, cuts)[rank] for w in ws], 0)
-    contract.same(e.all_to_all(ws[rank], 1, cuts, 0, joins, world), want)
-    contract.same(e.broadcast(xs[0] if rank == 0 else xs[0] * 0, 0, world), xs[0])
-    got = e.exchange([((rank + 1) % n, xs[rank])], [((rank - 1) % n, (elements,), np.dtype("float32"))])
-    contract.same(got[0], xs[rank - 1])
-    pair = tuple(sorted((rank, rank ^ 1)))
-    if max(pair) < n:
-        for k in range(20):  # a small group and the world take turns; a fast member must not overtake a slow reader
-            a = e.all_reduce(np.full(9000, rank + k, np.int64), "sum", pair)
-            assert (a == sum(pair) + 2 * k).all()
-            if k % 3 == 0 and n % 2 == 0:
-                b = e.all_reduce(np.full(700_000, rank + k, np.int64), "max", world)
-                assert (b == n - 1 + k).all()
-    return True
-
-
 def inplace(e, rank, size):
     """All-reduces that write into what they are given: a buffer, the beginning of one, and other memory."""
     world, count = tuple(range(size)), (3 << 20) // 4 + 5
@@ -177,32 +143,8 @@ def killed_elsewhere(e, rank, size):
     e.exchange([], [(0 if rank == 3 else 3, (1,), np.dtype("float32"))])
 
 
-def mismatch(e, rank, size, kind):
-    world = tuple(range(size))
-    odd = size - 1
-    e.all_reduce(np.ones(3), "sum", world)
-    if kind == "shape":
-        e.all_reduce(np.ones(3 if rank != odd else 4), "sum", world)
-    elif kind == "op":
-        if rank == odd:
-            e.all_gather(np.ones(3), 0, [3] * size, world)
-        else:
-            e.all_reduce(np.ones(3), "sum", world)
-    elif kind == "dtype":
-        e.all_reduce(np.ones(3, np.float64 if rank != odd else np.float32), "max", world)
-    elif kind == "root":
-        e.broadcast(np.ones(3), 0 if rank != odd else 1, world)
-    elif kind == "first":  # the first call of a group
-        e.all_reduce(np.ones(3 if rank != odd else 4), "sum", world[::-1])
-    elif kind == "group":
-        e.barrier(world if rank != odd else (0, odd))
-    elif kind == "message":
-        if rank == odd:
-            e.barrier(world)
-        else:
-            e.exchange([], [(odd, (1,), np.dtype("float32"))])
-    elif kind == "circle":
-        e.exchange([], [((rank + 1) % size, (1,), np.dtype("float32"))])
+def circle(e, rank, size):
+    e.exchange([], [((rank + 1) % size, (1,), np.dtype("float32"))])
 
 
 def mismatch_and_on(e, rank, size):
