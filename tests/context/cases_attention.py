@@ -106,17 +106,6 @@ def gather_and_ring_are_one_device(world):
 
 
 @case(world_size=2)
-def every_mask_and_every_sharing_of_heads(world):
-    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    documents = [13, 1, 9, 4]
-    for name, mask in MASKS.items():
-        for h, g in HEADS:
-            for algorithm in ("gather", "ring"):
-                how = md.balance(documents, 2, **mask)
-                compare(mesh, ("cp",), algorithm, how, h, g, f"{algorithm} {name} {h}:{g}", **mask)
-
-
-@case(world_size=2)
 def a_document_in_order_costs_what_a_ring_costs_and_whole_documents_nothing(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     g, row = 2, 2 * 2 * E * 8
@@ -414,14 +403,3 @@ def a_thousand_documents_of_one_token(world):
     for algorithm in sampled(("ring", "gather"), 2):
         events, back = compare(mesh, ("cp",), algorithm, md.balance([1] * 1000, 2), 8, 2, "a thousand documents")
         assert events == [] and back == []
-
-
-@case(world_size=8, timeout=500)
-def on_eight_ranks(world):
-    mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
-    two = md.init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "ulysses"))
-    for number, documents in enumerate(([29, 11, 5, 1, 1, 17], [25], [5], [8] * 8, [1] * 40)):
-        mask = list(MASKS.values())[number % 3]
-        for algorithm in ("gather", "ring"):
-            compare(mesh, ("cp",), algorithm, md.balance(documents, 8, **mask), 8, 2, f"{algorithm} {documents}", **mask)
-            compare(two, ("cp", "ulysses"), algorithm, md.balance(documents, 4, **mask), 8, 2, f"hybrid {documents}", **mask)

@@ -87,24 +87,6 @@ def two_forwards_before_a_gradient(world):
         same_step(net, plain, mesh)
 
 
-def a_cell_that_the_last_micro_batch_does_not_run_sends_what_it_owes(world):
-    for policy in sampled((None, md.MixedPrecisionPolicy(None, ms.float32)), 2, 1):
-        mesh, net, plain = both(mp_policy=policy)
-        wanted, total = None, None
-        for i, order in enumerate(((0, 1, 2), (1, 0), (2,))):
-            plain.order = net.order = order
-            net.set_requires_gradient_sync(i == 2)
-            want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
-            with counted() as count:
-                grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
-            wanted = want if wanted is None else [a + b for a, b in zip(wanted, want)]
-            total = grads if total is None else [a + b for a, b in zip(total, grads)]
-        assert count["reduce_scatter", "backward"] == 4 and count["all_gather", "forward"] <= 3, count  # one ahead of use
-        equal(total, wanted)
-        plain.order = net.order = (0, 1, 2)
-        same_step(net, plain, mesh)  # nothing is left over
-
-
 def a_step_that_raises_forgets_what_was_gathered_up(world):
     mesh, net, plain = both()
     step = md.value_and_grad(loss_of(net), None, net.trainable_params())

@@ -6,14 +6,13 @@ import itertools
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, Layout, Partial, local_map, value_and_grad
-from ms_dtensor.compat.torch_names import register_sharding
+from ms_dtensor import DTensor, Partial, local_map, value_and_grad
 from ms_dtensor.errors import LayoutError, RedistributeError
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import counted, equal, refusal, refused_alike
+from tests.dist.support import counted, equal, refused_alike
 
 SIZES = [((12, 3), 0), ((13, 3), 0), ((14, 3), 0), ((3, 12), 1), ((3, 13), 1), ((3, 14), 1)]
 
@@ -58,13 +57,6 @@ def partial_to_partial_is_free_both_ways(world):
     equal(grad.to_local(), np.ones((12, 3), np.float32))
 
 
-def a_partial_cotangent_of_a_replicated_value_is_reduced_once(world):
-    x = placed(data(1, 12, 3), mesh_1d(), R)
-    with counted({("all_reduce", "backward"): 1}):
-        grad = value_and_grad(lambda t: t.redistribute(placements=[R]).to_local(grad_placements=[P]).sum(), 0)(x)[1]
-    equal(grad, np.full((12, 3), 4, np.float32))
-
-
 def dtypes_change_around_a_move(world):
     """PyTorch's forward_dtype and backward_dtype are casts here: each side of the move in the dtype that is wanted."""
     for shape, dim in SIZES:
@@ -91,28 +83,6 @@ def which_layouts_may_become_partial(world):
             assert not allowed, (src, dst)
 
 
-def a_change_of_the_cut_dim_is_one_all_to_all(world):
-    for shape, (a, b) in itertools.product(((8, 8), (8, 8, 8), (8, 5), (5, 8), (5, 5)), ((0, 1), (1, 0))):
-        x = placed(data(1, *shape), mesh_1d(), S(a))
-        with counted() as count:
-            out = x.redistribute(placements=[S(b)])
-        assert count == {("all_to_all", "forward"): 1}, (shape, count)
-        equal(out.to_local(), placed(data(1, *shape), mesh_1d(), S(b)).to_local())
-
-
-def changes_of_the_cut_dims_on_two_axes(world):
-    for shape in ((8, 8), (8, 8, 8), (8, 5), (5, 8), (5, 5)):
-        pairs = [([S(0), S(1)], [S(0), S(0)]), ([S(0), S(1)], [S(1), S(0)]), ([S(0), S(0)], [S(1), S(1)])]
-        if len(shape) > 2:
-            pairs += [([S(0), S(2)], [S(1), S(0)]), ([S(1), S(1)], [S(1), S(2)])]
-        for src, dst in pairs:
-            x = placed(data(1, *shape), mesh_2d(), *src)
-            with counted() as count:
-                out = x.redistribute(placements=dst)
-            assert sum(count.values()) <= 3, (shape, src, dst, count)  # the least bytes; a rank whose data stays sends none
-            equal(out.to_local(), placed(data(1, *shape), mesh_2d(), *dst).to_local())
-
-
 def an_axis_of_one_rank_needs_no_communication(world):
     mesh = md.init_device_mesh("cpu", (4, 1))
     for src, dst in itertools.product((S(1), R, P), (S(0), S(1), R)):
@@ -120,18 +90,6 @@ def an_axis_of_one_rank_needs_no_communication(world):
         with counted({}):
             out = x.redistribute(placements=[S(0), dst])
         assert out.placements == (S(0), dst)
-
-
-def the_order_of_axes_on_one_dim_is_kept_and_undone(world):
-    for shape in ((16, 8), (17, 5)):
-        whole = data(1, *shape).asnumpy()
-        for order, dst in itertools.product((("dp", "tp"), ("tp", "dp")), ([R, S(0)], [S(0), R], [S(1), S(0)], [R, R])):
-            layout = Layout(mesh_2d(), [S(0), S(0)], shape, order=order)
-            box = tuple(slice(a, b) for a, b in layout.local_box())
-            alias = ((order, "None"))  # the alias form says the order: outermost first
-            x = placed(data(1, *shape), mesh_2d(), *alias)
-            np.testing.assert_array_equal(x.to_local().asnumpy(), whole[box])
-            equal(x.redistribute(placements=dst), whole, f"{order} {dst}")
 
 
 def complex_numbers_move_too(world):
@@ -170,12 +128,6 @@ def out_placements_of_none_leave_results_plain(world):
     assert local_map(alike, None)(mesh_1d(), x, x) is True and local_map(alike, None)(mesh_1d(), x, x * 2) is False
 
 
-def without_dtensors_the_function_is_just_called(world):
-    out = local_map(lambda mesh, a: a * 2, [S(0)], (None, [S(0)]))(mesh_1d(), X)
-    assert type(out) is Tensor
-    equal(out, X * 2)
-
-
 def in_placements_given_or_taken_as_they_lie(world):
     x, w = _lying([S(0)], [R])
     for fn in (local_map(mint.matmul, [S(0)], ([S(0)], [R]), device_mesh=mesh_1d()), local_map(mint.matmul, [S(0)])):
@@ -193,54 +145,7 @@ def none_stands_for_arguments_that_are_no_dtensors(world):
     refused_alike(world, lambda: local_map(mint.matmul, [S(0)], ([S(0)], None))(x, w), LayoutError)
 
 
-def inputs_are_moved_only_when_told(world):
-    x, w = _lying([S(0)], [S(1)])
-    fn = {"out_placements": [R], "in_placements": (None, [S(1)], [S(0)])}
-    with counted() as count:
-        out = local_map(_reduced, redistribute_inputs=True, **fn)(mesh_1d(), x, w)
-    assert sum(count.values()) == 3
-    equal(out, mint.matmul(X, W))
-    with counted({}):
-        assert "redistribute_inputs" in refusal(lambda: local_map(_reduced, **fn)(mesh_1d(), x, w), LayoutError)
-
-
-def in_grad_placements_say_how_cotangents_lie(world):
-    want = ms.grad(lambda a, b: (mint.matmul(a, b) ** 2).sum(), (0, 1))(X, W)
-    for lies in ([R], [S(0)]):
-        x, w = _lying(lies, [R])
-        for grads in (([S(0)], [P]), None):  # what is given is what would be inferred
-            fn = local_map(mint.matmul, [S(0)], ([S(0)], [R]), in_grad_placements=grads, redistribute_inputs=True)
-            got = value_and_grad(lambda a, b, f=fn: (f(a, b) ** 2).sum(), (0, 1))(x, w)[1]
-            equal(got, want)
-            assert got[0].placements == tuple(lies) and got[1].placements == (R,)
-
-
-def inputs_on_different_meshes_are_brought_to_one_first(world):
-    """PyTorch takes them as they are and says nothing of it; here it is an error, and one redistribute() away."""
-    x = placed(X, mesh_1d(), S(1))
-    w = placed(W, mesh_2d(), S(0), S(1))
-    fn = local_map(mint.matmul, [R, S(1)], ([R, R], [R, S(1)]), device_mesh=mesh_2d())
-    refused_alike(world, lambda: fn(x, w), LayoutError)
-    equal(fn(x.redistribute(mesh_2d(), [R, R]), w.redistribute(placements=[R, S(1)])), mint.matmul(X, W))
-
-
 # -- register_sharding -------------------------------------------------------------------------------------------------------
-def a_sharding_of_ones_own_for_softmax(world):
-    from ms_dtensor import register_rule
-    from ms_dtensor.ops.rules import Case, OpSpec
-
-    def rule(call):
-        x, dim = call.args["input"], call.args["dim"]
-        dim = (dim[0] if isinstance(dim, tuple) else dim) % x.ndim
-        return OpSpec((x.shape,), tuple(Case((S(d),), (S(d),)) for d in range(x.ndim) if d != dim))
-    x = data(1, 8, 12, 16)
-    with register_rule("Softmax", rule, params="input dim", override=True):
-        for dim, cut in itertools.product((-1, 0, 1), (0, 1, 2)):
-            y = ops.softmax(placed(x, mesh_1d(), S(cut)), dim)
-            assert not y.placements[0].is_shard(dim % 3) and (cut == dim % 3 or y.placements == (S(cut),)), (dim, cut, y)
-            equal(y, ops.softmax(x, dim))
-
-
 def a_sharding_for_an_op_with_non_tensor_arguments_in_any_place(world):
     from ms_dtensor import register_rule
     with register_rule("named_copy", "S(0) -> S(0)") as rule:
@@ -263,14 +168,3 @@ def a_sharding_for_tensors_passed_by_keyword(world):
         assert total.placements == product.placements == (S(0),)
         equal(total, data(1, 8, 4) + data(2, 8, 4))
         equal(product, data(1, 8, 4) * data(2, 8, 4))
-
-
-def a_registered_sharding_is_asked_with_descriptions(world):
-    seen = []
-
-    @register_sharding("Trapz")
-    def trapz(*arguments):
-        seen.append(arguments)
-        return [([R], [R])]
-    md.unregister_rule("Trapz")
-    assert not seen

@@ -69,11 +69,6 @@ def rowwise_embedding_reduces_once(world):
         equal(DTensor.from_local(out, mesh_1d(), [layout]), table[:8])
 
 
-def an_input_is_prepared(world):
-    cell = parallelize_module(nn.Identity(), mesh_1d(), md.PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
-    equal(cell(ops.ones((2, 16))), np.ones((8, 16), np.float32))
-
-
 class Sum(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -116,31 +111,9 @@ def keyword_inputs_are_prepared(world):
         assert sum(count.values()) == 2 and out.shape == (4, 8), count
 
 
-def an_output_is_prepared(world):
-    cell = parallelize_module(nn.Identity(), mesh_1d(), md.PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)))
-    out = cell(data(1, 8, 16))
-    assert type(out) is Tensor
-    equal(out, data(1, 8, 16).asnumpy()[2 * world.rank:][:2])
-
-
 def rms(n):
     return Built(lambda c, x: x * mint.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * c.weight,
                 weight=ms.Parameter(data(3, n), name="weight"))
-
-
-def sequence_parallel_norms_keep_the_cut(world):
-    x = data(1, 3, 8, 12)
-    for make in (lambda: nn.LayerNorm((12,)), lambda: rms(12)):
-        plain, cell = make(), parallelize_module(make(), mesh_1d(), md.SequenceParallel())
-        dx = placed(x, mesh_1d(), S(1))
-        with counted({}):
-            out = cell(dx)
-        assert out.placements == (S(1),)
-        equal(out, plain(x))
-        want = ms.value_and_grad(lambda t, m=plain: (m(t) ** 2).sum(), None, plain.trainable_params())(x)[1]
-        got = value_and_grad(lambda t, m=cell: (m(t) ** 2).sum(), None, cell.trainable_params())(dx)[1]
-        for g, w in zip(got, want, strict=True):  # whole, where PyTorch leaves them Partial
-            equal(g, w)
 
 
 def sequence_parallel_dropout_keeps_the_cut(world):
@@ -164,13 +137,6 @@ def sequence_parallel_brings_another_cut_to_the_sequence(world):
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------
-def a_plan_by_cell_names(world):
-    x = data(1, 12, 12)
-    net = parallelize_module(fill(Mlp("nn")), mesh_1d(), {"up": ColwiseParallel(output_layouts=R, use_local_output=False),
-                                                         "down": ColwiseParallel(output_layouts=R)})
-    trains_as_one_device(net, fill(Mlp("nn")), x, x)
-
-
 def a_plan_for_nested_cells(world):
     x = data(1, 12, 12)
     net = fill(nn.SequentialCell(Mlp("nn"), Mlp("nn")))
@@ -188,15 +154,6 @@ def patterns_have_wildcards_per_level(world):
         assert "matches no cell" in refusal(lambda: parallelize_module(nn.SequentialCell(Mlp("nn")), mesh_1d(), {pattern: ColwiseParallel()}), ConfigError)
 
 
-def a_style_alone_is_for_the_cell_itself(world):
-    x = data(1, 9, 16)
-    rows = parallelize_module(fill(nn.Dense(16, 10)), mesh_1d(), RowwiseParallel())
-    mine = Tensor(np.ascontiguousarray(x.asnumpy()[:, 4 * world.rank:][:, :4]))
-    equal(rows(mine), fill(nn.Dense(16, 10))(x))
-    columns = parallelize_module(fill(nn.Dense(16, 12)), mesh_1d(), ColwiseParallel(output_layouts=R))
-    equal(columns(x), fill(nn.Dense(16, 12))(x))
-
-
 def no_plan_changes_nothing_and_warns(world):
     import warnings
     net = Mlp("nn")
@@ -205,34 +162,6 @@ def no_plan_changes_nothing_and_warns(world):
         assert parallelize_module(net, mesh_1d()) is net
     assert len(seen) == 1 and "no plan" in str(seen[0].message)
     assert not any(isinstance(p, DTensor) for p in net.get_parameters())
-
-
-# -- examples --------------------------------------------------------------------------------------------------------------
-def _train(net, x, steps=3):
-    """Losses and final parameters of plain SGD."""
-    optimizer = nn.SGD(net.trainable_params(), learning_rate=0.25)
-    step = ms.value_and_grad(lambda t: (net(t) ** 2).mean(), None, optimizer.parameters)
-    losses = []
-    for _ in range(steps):
-        loss, grads = step(x)
-        optimizer(grads)
-        losses.append(float(loss.item() if isinstance(loss, DTensor) else loss.asnumpy()))
-    return losses
-
-
-def an_mlp_trains_as_on_one_device(world):
-    x = data(1, 8, 12)
-    for cut in (False, True):
-        plain = fill(Mlp("nn"))
-        net = fill(Mlp("nn"))
-        between = S(0) if cut else R
-        parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(input_layouts=between, use_local_output=False),
-                                            "down": RowwiseParallel(output_layouts=between, use_local_output=False)})
-        want = _train(plain, x)
-        dx = placed(x, mesh_1d(), between)
-        np.testing.assert_allclose(_train(net, dx), want, rtol=1e-4)
-        for p, w in zip(net.get_parameters(), plain.get_parameters(), strict=True):
-            equal(p, w, p.name, rtol=1e-4)  # after three steps
 
 
 class Tied(nn.Cell):

@@ -2,37 +2,16 @@
 """What PyTorch's tests of its api, DTensor, initialisers and utils check, in our words; indexed in docs/parity_behaviours.md."""
 from __future__ import annotations
 
-import itertools
-
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import DeviceMesh, DTensor, Layout, distribute_module, distribute_tensor, init_device_mesh, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, distribute_module, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
-from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import counted, equal, refusal, refused_alike
-
-
-def stack(n):
-    """Ten square layers."""
-    return Built(lambda c, x: c.seq(x), seq=nn.SequentialCell([nn.Dense(n, n) for _ in range(10)]))
-
-
-def _cut_linears(names=None):
-    def partition(name, cell, mesh):
-        if isinstance(cell, nn.Dense) and (names is None or name in names):
-            for key, p in cell._params.items():
-                cell._params[key] = Parameter(distribute_tensor(p, mesh, [S(0)]), name=p.name, requires_grad=p.requires_grad)
-    return partition
-
-
-def chunks(a: np.ndarray, n: int, dim: int) -> list[np.ndarray]:
-    """ceil(len / n) rows each until none are left: what every shard should be."""
-    step = -(-a.shape[dim] // n)
-    return [np.take(a, range(min(i * step, a.shape[dim]), min((i + 1) * step, a.shape[dim])), dim) for i in range(n)]
 
 
 # -- api: distribute_tensor ----------------------------------------------------------------------------------------------
@@ -56,26 +35,6 @@ def another_rank_may_be_the_truth(world):
 
 
 # -- api: distribute_module ----------------------------------------------------------------------------------------------
-def what_a_partition_function_leaves_is_replicated(world):
-    for partition, cut in ((_cut_linears(), "seq."), (_cut_linears(("seq.0", "seq.8")), ("seq.0.", "seq.8.")), (None, "none")):
-        for p in distribute_module(stack(8), mesh_1d(), partition).get_parameters():
-            assert isinstance(p, DTensor) and p.placements == ((S(0),) if p.name.startswith(cut) else (R,)), (cut, p)
-
-
-def input_and_output_functions_convert(world):
-    net = distribute_module(nn.Dense(20, 20), mesh_1d(), None,
-                            lambda cell, inputs, mesh: DTensor.from_local(inputs[0], mesh, [S(0)]),
-                            lambda cell, outputs, mesh: outputs.to_local())
-    out = net(data(world.rank, 5, 20))
-    assert type(out) is Tensor and out.shape == (5, 20)
-
-
-def gradients_of_replicated_parameters_are_replicated_dtensors(world):
-    net = distribute_module(stack(4), mesh_1d(), None, lambda cell, inputs, mesh: DTensor.from_local(inputs[0], mesh, [R]))
-    _, grads = value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(data(1, 4, 4))
-    assert all(isinstance(g, DTensor) and g.placements == (R,) for g in grads)
-
-
 def casting_changes_local_and_global_dtype(world):
     for x in (DTensor.from_local(data(1, 10), mesh_1d(), [R]), distribute_tensor(data(1, 10), mesh_1d(), [S(0)])):
         y = x.to(ms.bfloat16)
@@ -105,32 +64,10 @@ def gradients_flow_through_from_local_and_to_local_to_plain_tensors(world):
     equal(ms.grad(f)(data(world.rank, 3, 3)), np.full((3, 3), 9, np.float32))
 
 
-def from_local_of_uneven_shards_takes_shape_and_stride(world):
-    x = data(1, 5, 2)
-    mine = Tensor(np.ascontiguousarray(chunks(x.asnumpy(), 4, 0)[world.rank]))
-    dx = DTensor.from_local(mine, mesh_1d(), [S(0)], shape=(5, 2), stride=(2, 1))
-    assert dx.size() == (5, 2) and dx.stride() == (2, 1)
-    equal(dx, x)
-
-
 # -- dtensor: to_local, full_tensor --------------------------------------------------------------------------------------
-def gradients_flow_through_to_local(world):
-    x = DTensor.from_local(data(world.rank, 3, 3), mesh_1d(), [S(0)])
-    g = value_and_grad(lambda t: ((t * 3).to_local() + data(5, 3, 3)).sum(), 0)(x)[1]
-    assert g.placements == (S(0),)
-    equal(g.to_local(), np.full((3, 3), 3, np.float32))
-
-
 def to_local_shares_storage(world):
     x = DTensor.from_local(data(world.rank, 3, 3), mesh_1d(), [S(0)])
     assert x.to_local().data_ptr() == x.data_ptr() and type(x.to_local()) is Tensor
-
-
-def a_partial_cotangent_of_a_gathered_value_is_reduce_scattered(world):
-    x = distribute_tensor(ops.ones((8, 3)), mesh_1d(), [S(0)])
-    with counted({("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}):
-        g = value_and_grad(lambda t: t.redistribute(placements=[R]).to_local(grad_placements=[P]).sum(), 0)(x)[1]
-    equal(g, np.full((8, 3), 4, np.float32))
 
 
 def full_tensor_takes_the_cotangents_layout(world):
@@ -236,16 +173,6 @@ def constant_initialisers_write_the_shard(world):
     equal(x, np.full((32, 4), 2.4, np.float32))
 
 
-def factories_even_uneven_and_scalar(world):
-    makers = ((md.ones, 1), (md.zeros, 0), (lambda shape, **how: md.full(shape, 123.4, **how), 123.4), (md.empty, None))
-    for (make, value), shape, p in itertools.product(makers, ((4, 8, 12), (5, 10, 15), ()), (S(0), S(1), S(2), R)):
-        if shape or p == R:
-            x = make(shape, device_mesh=mesh_1d(), placements=[p])
-            assert x.shape == shape and x.local_shape == Layout(mesh_1d(), [p], shape).local_shape()
-            if value is not None:
-                np.testing.assert_array_equal(x.to_local().asnumpy(), np.full(x.local_shape, value, np.float32))
-
-
 def zeros_on_some_of_the_ranks(world):
     for ranks, sizes in (([0, 3], {0: (16, 3), 3: (16, 3)}), ([0, 1, 3], {0: (11, 3), 1: (11, 3), 3: (10, 3)})):
         x = md.zeros((32, 3), device_mesh=DeviceMesh("cpu", ranks), placements=[S(0)])
@@ -256,20 +183,3 @@ def zeros_on_some_of_the_ranks(world):
 
 
 # -- utils ---------------------------------------------------------------------------------------------------------------
-def two_axes_may_cut_one_dim_in_either_order(world):
-    dp, tp = mesh_2d().get_coordinate()
-    for shape, sizes in (((8, 2), [2, 2, 2, 2]), ((15, 5), [4, 4, 4, 3])):
-        layout = Layout(mesh_2d(), [S(0), S(0)], shape, order=("tp", "dp"))  # FSDP over what TP has cut
-        index = tp * 2 + dp
-        assert layout.local_shape()[0] == sizes[index] and layout.local_offset()[0] == 4 * index * (shape[0] > 8) + \
-            2 * index * (shape[0] == 8)
-        x = data(1, *shape)
-        mine = Tensor(np.ascontiguousarray(x.asnumpy()[layout.local_offset()[0]:][:sizes[index]]))
-        equal(DTensor.from_local(mine, mesh_2d(), [S(0), S(0)], shape=shape).local_shape[0] * 0, 0)
-
-
-def replicated_sharded_and_cut_over_three_axes(world):
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "shards", "tp"))
-    layout = Layout(mesh, [R, S(0), S(0)], (8, 2), order=("tp", "shards"))
-    _, shard, tp = mesh.get_coordinate()
-    assert layout.local_shape() == (2, 2) and layout.local_offset() == ((tp * 2 + shard) * 2, 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_module, parallelize_module, replicate
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError
 from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import array, counted, equal, refusal, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import array, counted, equal, refusal, trains_as_one_device
 from tests.tiers import sampled
 
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
@@ -152,30 +152,6 @@ def clipping_by_the_global_norm(world, grid, line):
     assert [type(g) for g in got] == [DTensor] * 3 + [Tensor]
     assert sum(count.values()) <= 3 and {op for op, _ in count} == {"all_reduce"}, count
     equal(ops.clip_by_global_norm(x[:2], 1e6), tensors[:2], "small ones stay")
-
-
-def loss_scalers(world):
-    x = data(1, 6, 5)
-    net = distribute_module(nn.Dense(5, 4), mesh_1d())
-    scaler = amp.DynamicLossScaler(1024.0, 2, 2)
-    dx = placed(x, mesh_1d(), S(0))
-    want = md.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
-    grads = md.grad(lambda t: scaler.scale((net(t) ** 2).mean()), None, net.trainable_params())(dx)
-    for g, w in zip(scaler.unscale(grads), want, strict=True):
-        assert isinstance(g, DTensor)
-        equal(g, array(w))
-    one = amp.StaticLossScaler(4.0).unscale((placed(data(2, 8, 3), mesh_1d(), S(0)), placed(data(3, 5), mesh_1d(), R)))
-    equal(one[0], array(data(2, 8, 3)) / 4)
-    for bad in (None, 0, 3):  # on which rank's rows
-        values = array(data(2, 8, 3)).copy()
-        if bad is not None:
-            values[2 * bad] = np.inf
-        finite = amp.all_finite((placed(Tensor(values), mesh_1d(), S(0)), placed(data(3, 2), mesh_1d(), S(0)), data(1, 2)))
-        same_on_all_ranks(world, str(finite.asnumpy()))
-        assert type(finite) is Tensor and bool(finite) == (bad is None)
-        before = float(scaler.scale_value.asnumpy())
-        scaler.adjust(finite)
-        assert (float(scaler.scale_value.asnumpy()) < before) == (bad is not None)
 
 
 def a_flag_of_any_and_a_dim_of_one_element(world):
