@@ -81,9 +81,9 @@ LATER = (
     Later("tests/comm/test_failures.py::*stuck]", "merge", "waits for time limits; killed ranks and lost step stay"),
     Later("tests/comm/test_launch.py::test_an_absent_device_is_refused[npu]", "merge", "as `[gpu]`, which stays"),
     Later("tests/comm/test_launch.py::test_an_absent_device_ends_the_job*", "merge", "a job; that a rank refuses it stays"),
-    Later("tests/comm/test_engine.py::test_messages_of_many_chunks[2]", "merge", "as `[3]`, which stays"),
     Later("tests/comm/test_engine.py::test_contract[4]", "merge", "two meet otherwise than three, who stay too"),
     Later("tests/comm/test_cores.py::*[1]", "merge", "as `[0]`, which stays"),
+    Later("tests/checkpoint/test_grid.py::*four]", "night", "jobs of one to four ranks, all of them with all"),
     Later("tests/checkpoint/test_grid.py::*", "merge",
           "two launches of other sizes; `what_one_layout_saves_every_other_loads_bit_for_bit` stays"),
     Later("tests/checkpoint/test_kills.py::*", "merge", "many runs; `test_interrupted` and `test_damage` stay"),
@@ -196,6 +196,11 @@ def sampled(items: Iterable[T], every: int, first: int = 0) -> list[T]:
         first: modulo `every`; of two nested loops the inner one begins elsewhere in each turn of the outer.
     """
     return list(items)[first % every::every] if os.environ.get(CHOSEN, "push") == "push" else list(items)
+
+
+def at_night() -> bool:
+    """Whether the tests of the night run, too: then a test that takes a part before takes all."""
+    return os.environ.get(CHOSEN) == "night"
 
 
 def tier(name: str) -> str:

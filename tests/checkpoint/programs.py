@@ -7,7 +7,6 @@ that follow from names alone, or loads every checkpoint of the folder into each 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import zlib
@@ -21,6 +20,7 @@ import ms_dtensor as md
 from ms_dtensor.checkpoint.state import Leaf, State
 from ms_dtensor.tensor.distribute import like_parameter
 from tests.dist.support import mesh_1d, mesh_2d
+from tests.msrun import report
 
 S = md.Shard
 
@@ -141,20 +141,12 @@ def load_all(root: Path, ranks: int) -> dict[str, list[str]]:
 
 
 def main(what: str, root: str) -> int:
-    from tests.msrun import REPORTS, report
-
-    if os.environ.get("MS_ROLE"):
-        md.comm.start("cpu")
-    world = md.comm.current_world()
-    ranks = world.size if world else 1
+    """On a rank."""
+    ranks = md.comm.start("cpu").size
     if what == "save":
         save_all(Path(root), ranks)
-        return 0
-    found = load_all(Path(root), ranks)
-    if REPORTS in os.environ:
-        report(found)
     else:
-        print(json.dumps(found))
+        report(load_all(Path(root), ranks))
     return 0
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between jobs of different sizes: two ranks save, one plain process loads and saves, two ranks load, bit for bit.
 
-All of the grid is `python -m tests.long.check_checkpoints grid`; within four ranks it is `tests/dist/cases_checkpoint.py`.
+Within four ranks it is `tests/dist/cases_checkpoint.py`.
 """
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from tests.msrun import run_ranks
 pytestmark = [pytest.mark.usefixtures("cpu"), pytest.mark.dist, pytest.mark.timeout(400)]
 
 
-def test_two_ranks_and_one_process_load_each_others_checkpoints(tmp_path):
-    run_ranks("tests.checkpoint.programs", 2, ["save", str(tmp_path)])
-    save_all(tmp_path, 1)
-    found = load_all(tmp_path, 1)
-    assert list(found) == ["1 -> 1", "fsdp=2 -> 1", "tp=2 -> 1"] and not any(found.values()), found
-    for (told,) in run_ranks("tests.checkpoint.programs", 2, ["load", str(tmp_path)]):
-        assert len(told) == 6 and not any(told.values()), told
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 3, 4)], ids=["two", "four"])
+def test_jobs_of_any_number_of_ranks_load_each_others_checkpoints(tmp_path, sizes):
+    """In every layout they can have, into each: bit by bit."""
+    for size in sizes:
+        save_all(tmp_path, 1) if size == 1 else run_ranks("tests.checkpoint.programs", size, ["save", str(tmp_path)])
+    for size in sizes:
+        told = [load_all(tmp_path, 1)] if size == 1 else sum(
+            run_ranks("tests.checkpoint.programs", size, ["load", str(tmp_path)]), [])
+        assert len(told) == size
+        for pairs in told:
+            assert len(pairs) >= 3 and not any(pairs.values()), pairs

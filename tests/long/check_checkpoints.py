@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints under everything that can happen to them. Prints JSON; exits non-zero if anything is wrong.
 
-    python -m tests.long.check_checkpoints grid | kills | fuzz | memory [--runs N] [--seed 0] [--gib 4]
+    python -m tests.long.check_checkpoints kills | fuzz | memory [--runs N] [--seed 0] [--gib 4]
 
-grid     jobs of 1, 2, 3 and 4 ranks save a model, AdamW with masters and an average in every layout they can have (tensor
-         parallel, replicated, ZeRO-1, FSDP, HSDP, uneven, other orders), and load every checkpoint into each: bit by bit
 kills    SIGKILL of a random rank, or of all, at a random moment of jobs that save without pause: `latest` loads and
          verifies, no save that was reported is lost, the others end, and the next save leaves no litter
 fuzz     changed headers and indexes: a clear error each, no other exception, no file outside the folder, no memory
@@ -27,28 +25,6 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("GLOG_v", "3")
 
 import numpy as np  # noqa: E402
-
-
-def grid(args, folder: Path) -> dict:
-    from tests.msrun import run_ranks
-
-    def job(ranks: int, what: str) -> list[dict]:
-        if ranks > 1:
-            return sum(run_ranks("tests.checkpoint.programs", ranks, [what, str(folder)]), [])
-        done = subprocess.run([sys.executable, "-m", "tests.checkpoint.programs", what, str(folder)], cwd=ROOT, check=True,
-                              capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        return [json.loads(done.stdout.splitlines()[-1])] if what == "load" else []
-    for ranks in (1, 2, 3, 4):
-        job(ranks, "save")
-    wrong: dict[str, list[str]] = {}
-    pairs = set()
-    for ranks in (1, 2, 3, 4):
-        for told in job(ranks, "load"):
-            pairs |= set(told)
-            for pair, keys in told.items():
-                wrong.setdefault(pair, []).extend(keys)
-    return {"checkpoints": sorted(os.listdir(folder)), "pairs": len(pairs),
-            "wrong": {pair: keys for pair, keys in wrong.items() if keys}}
 
 
 def kills(args, folder: Path) -> dict:
@@ -118,7 +94,7 @@ print(json.dumps(out))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("grid", "kills", "fuzz", "memory"))
+    parser.add_argument("what", choices=("kills", "fuzz", "memory"))
     parser.add_argument("--runs", type=int, help="of kills (60) and fuzz (10000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gib", type=float, default=4, help="of memory")

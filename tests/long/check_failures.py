@@ -15,128 +15,39 @@ processes on the engine alone, without MindSpore.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from tests.comm.left import left_of  # noqa: E402
 from tests.long.desyncs import KINDS, PAIRS  # noqa: E402
+from tests.long.jobs import Job, left_over  # noqa: E402
+from tests.long.soak import Rank  # noqa: E402
 
 LIMIT = 5.0
-_count = 0
-
-
-def name_of(number: int) -> str:
-    """A job of this process."""
-    return f"ms_dtensor-check-{os.getpid()}-{number}"
-
-
-class Job:
-    """Forked ranks of one world, each of which reports one line of JSON when it ends."""
-
-    def __init__(self, size: int, run: Callable[[Engine, int], object], timeout: float = 60):
-        global _count
-        _count += 1
-        self.started_read, started = os.pipe()
-        self.pids, self._reports = [], []
-        name = name_of(_count)
-        for rank in range(size):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.write(write, json.dumps(self._rank(rank, size, name, run, timeout, started)).encode())
-                os._exit(0)
-            os.close(write)
-            self.pids.append(pid)
-            self._reports.append(read)
-        os.close(started)
-        left = size
-        while left:
-            left -= len(os.read(self.started_read, left)) or left  # nothing: a rank ended before
-
-    @staticmethod
-    def _rank(rank: int, size: int, name: str, run, timeout: float, started: int) -> dict:
-        e, out = None, {"rank": rank}
-        try:
-            e = Engine(rank, size, name, timeout=timeout, start_timeout=30, site=user_site)
-            e.barrier(tuple(range(size)))
-            os.write(started, b".")
-            out["result"] = run(e, rank)
-            e.close()
-        except BaseException as error:
-            out.update(error=type(error).__name__, text=str(error))
-            if e is not None:
-                e.close(f"{type(error).__name__}: {error}".split("\n")[0])  # as `world` does at exit
-        out["at"] = time.monotonic()
-        return out
-
-    def reports(self, until: float) -> dict[int, dict]:
-        """What each rank reported; ranks that are not done by then are killed and have none."""
-        for pid in self.pids:
-            while os.waitpid(pid, os.WNOHANG) == (0, 0):
-                if time.monotonic() > until:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    break
-                time.sleep(0.002)
-        out = {}
-        for rank, read in enumerate(self._reports):
-            with os.fdopen(read, "rb") as f:
-                text = f.read()
-            if text:
-                out[rank] = json.loads(text)
-        os.close(self.started_read)
-        return out
-
-
-def left_over() -> list[str]:
-    """Files and sockets of the jobs of this process."""
-    return left_of(map(name_of, range(1, _count + 1)))
 
 
 # -- killed --------------------------------------------------------------------------------------------------------------
-def anything(e: Engine, rank: int, size: int, seed: int) -> None:
-    """Random collectives over random groups and sizes, for ever; the same on every rank."""
-    rng, world = random.Random(seed), tuple(range(size))
-    while True:
-        group = world if rng.random() < 0.6 else tuple(rng.sample(world, rng.randint(2, size)))
-        n = len(group) * rng.choice((1, 100, 20_000, 300_000))
-        what, src, dtype = rng.randrange(7), rng.choice(group), rng.choice((np.float32, np.int64, np.float16))
-        if rank not in group:
-            continue
-        x, cut = np.ones(n, dtype), [n // len(group)] * len(group)
-        if what == 0:
-            e.all_reduce(x, "sum", group)
-        elif what == 1:
-            e.all_gather(x, 0, [n] * len(group), group)
-        elif what == 2:
-            e.reduce_scatter(x, "max", 0, cut, group)
-        elif what == 3:
-            e.all_to_all(x.reshape(len(group), -1), 0, [1] * len(group), 1, cut, group)
-        elif what == 4:
-            e.broadcast(x, src, group)
-        elif what == 5:
-            e.exchange([(group[group.index(rank) - 1], x)], [(group[(group.index(rank) + 1) % len(group)], (n,), x.dtype)])
-        else:
-            e.all_reduce(x, "sum", group, async_op=True).wait()
+def forever(me: Rank) -> None:
+    """Random collectives over random groups and sizes; the same on every rank."""
+    for number in itertools.count():
+        me.step(number)
 
 
 def kill_once(size: int, seed: int) -> dict:
     """One run; what was wrong with it, and how long the slowest survivor took."""
     rng = random.Random(seed)
     victim = rng.randrange(size)
-    job = Job(size, lambda e, rank: anything(e, rank, size, seed))
+    job = Job(size, lambda e, rank: forever(Rank(e, rank, size, seed)))
     time.sleep(rng.random() * 0.25)
     killed = time.monotonic()
     os.kill(job.pids[victim], signal.SIGKILL)

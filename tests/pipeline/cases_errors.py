@@ -91,7 +91,8 @@ def broken_step(schedule, fault: Fault | None, x, t) -> None:
     except (Boom, RuntimeError) as error:
         if fault:
             assert "in " + {"B": "a backward"}.get(fault.where, fault.where) in str(error), str(error)
-            assert any("of the pipeline" in note for note in getattr(error, "__notes__", ["of the pipeline"]))
+            where = f"on rank {schedule.group.rank_index} of the pipeline"
+            assert any(where in note for note in getattr(error, "__notes__", [where]))
         else:
             assert isinstance(error, PeerLost), repr(error)
             assert "it was given up" in str(error) and "Boom" in str(error), str(error)

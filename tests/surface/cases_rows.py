@@ -5,13 +5,12 @@
 """
 from __future__ import annotations
 
-import os
 import re
 
 from ms_dtensor import comm
 from tests.cases import cases
 from tests.surface.table import COLUMNS, Laid, Row, all_rows, reference, run
-from tests.tiers import CHOSEN
+from tests.tiers import at_night
 
 GROUP = "surface"  # rows rewrite MindSpore's classes and set seeds
 NAMED = {re.sub(r"\W+", "_", f"{row.group} {row.name}").strip("_"): (number, row) for number, row in enumerate(all_rows())}
@@ -20,7 +19,7 @@ NAMED = {re.sub(r"\W+", "_", f"{row.group} {row.name}").strip("_"): (number, row
 @cases(tuple(COLUMNS), NAMED)
 def is_as_on_one_device_or_refused_for_the_stated_reason(world, number: int, row: Row) -> None:
     wanted, columns = reference(row), COLUMNS[world.size]
-    for column in columns if os.environ.get(CHOSEN) == "night" else [columns[number % len(columns)]]:
+    for column in columns if at_night() else [columns[number % len(columns)]]:
         cell = run(row, Laid(column), wanted)
         told = comm.group(range(world.size)).all_gather_object([cell["state"], *cell["text"].splitlines()[:1]])
         right = "refused" if row.reason(column) else "equal"

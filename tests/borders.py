@@ -3,13 +3,10 @@
 
 The library patches MindSpore (`ms_dtensor/dispatch/patches/`). A program that holds no DTensor must not notice: each call
 below gives the same bytes, dtypes and structure, or the same error, without the patches, with them, and after they are
-taken back. One process; prints what differs and exits with 1.
-
-    python -m tests.long.fuzz_borders [--every N] [--offset K] [--eager]
+taken back. `test_borders.py` asks some of them, at night all.
 """
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 import sys
@@ -190,27 +187,3 @@ def compare(calls, jitted: bool) -> tuple[list[str], int]:
     return [f"{call}, {when}:\n    {str(seen[0][call])[:300]}\n    {str(other[call])[:300]}"
             for when, other in (("patched", seen[1]), ("taken back", seen[2])) for call in seen[0]
             if other[call] != seen[0][call]], sum(told[0] == "raised" for told in seen[0].values())
-
-
-def main() -> int:
-    """Runs all calls, or every Nth."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="take each Nth call")
-    parser.add_argument("--offset", type=int, default=0, help="beginning with this one")
-    parser.add_argument("--eager", action="store_true", help="not jitted: that compiles each call three times")
-    options = parser.parse_args()
-    import mindspore as ms
-    ms.set_device("CPU")
-    ms.runtime.launch_blocking()
-    eager, jitted = (calls[options.offset::options.every] for calls in ([*CALLS, *EAGER_ONLY], CALLS))
-    failed = False
-    for calls, compiled in ((eager, False), (jitted, True))[:1 if options.eager else 2]:
-        wrong, refused = compare(calls, compiled)
-        kind = "jitted" if compiled else "eager"
-        print("\n".join([*wrong, f"{len(calls)} {kind} calls, {refused} refused by MindSpore: {len(wrong)} differ"]))
-        failed = failed or bool(wrong)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
