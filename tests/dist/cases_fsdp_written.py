@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, fully_shard, init_device_mesh, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
-from tests.dist.cases_fully_shard import ROWS, both, filled, fsdp, loss_of, mine, same_step
+from tests.dist.cases_fully_shard import ROWS, filled, fsdp, loss_of, mine, same_step
 from tests.dist.operands import Built, R
 from tests.dist.support import equal
 from tests.tiers import sampled
@@ -114,15 +114,6 @@ def a_run_whose_result_is_not_used(world):
             equal((got[0], *got[1]), (want[0], *want[1]))
         else:
             same_step(net, plain, mesh)
-
-
-def micro_batches_that_were_broken_off_are_forgotten(world):
-    mesh, net, plain = both()
-    net.set_requires_gradient_sync(False)
-    md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))
-    net.set_requires_gradient_sync(True)
-    net.forget_gradients()
-    same_step(net, plain, mesh)
 
 
 class Keeping(nn.Cell):

@@ -124,18 +124,6 @@ def on_eight_ranks_nothing_is_counted_twice(world):
     balanced_over_context(ParallelConfig(4, cp=2, ep=4, loss_parallel=False), {}, *ways.values())
 
 
-@case(world_size=8, timeout=600)
-def recompute_and_evaluation_leave_every_bit(world):
-    """On one mesh nothing at all changes: auxiliary loss in both forms, loads and biases, to the bit."""
-    for parallel in (ParallelConfig(8, loss_parallel=False), ParallelConfig(8, ep=8, loss_parallel=False),
-                     ParallelConfig(4, cp=2, ep=4, loss_parallel=False)):
-        for experts in (BIASED, DROPS):
-            want = told(experts, parallel)
-            for how in ({"recompute": True}, {"eval_batches": 1}):
-                for a, b in zip(told(experts, parallel, **how), want, strict=True):
-                    assert np.array_equal(a, b), (parallel, experts, how, a, b)
-
-
 @case(world_size=8)
 def the_loss_of_sequences_is_one_number(world):
     """From the same scores, in float64: dp8, ep8, cp2 x ep4 and 1, 2, 4 micro-batches; with its gradient."""

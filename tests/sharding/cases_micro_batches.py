@@ -246,16 +246,19 @@ def one_reduction_a_step_under_replicate(world):
 
 
 @case(2)
-def forgotten_gradients_of_a_replicated_cell(world):
+def micro_batches_that_were_broken_off_are_forgotten(world):
     mesh = data_mesh(world)
-    plain, net = twins(Net, "replicate", mesh)
-    net.set_requires_gradient_sync(False)
-    params = net.trainable_params()
-    grads = value_and_grad(mean_square(net), None, params)(rows_of(mesh))[1]
-    equal_each(grads, [np.zeros(p.shape, np.float32) for p in params], params, "handed out meanwhile")
-    net.forget_gradients()
-    net.set_requires_gradient_sync(True)
-    summed(net, plain, mesh, [mean_square])
+
+    @each(("fully_shard", "replicate"))
+    def steps(way):
+        plain, net = twins(Net, way, mesh)
+        net.set_requires_gradient_sync(False)
+        params = net.trainable_params()
+        grads = value_and_grad(mean_square(net), None, params)(rows_of(mesh))[1]
+        equal_each(grads, [np.zeros(p.shape, np.float32) for p in params], params, "handed out meanwhile")
+        net.forget_gradients()
+        net.set_requires_gradient_sync(True)
+        summed(net, plain, mesh, [mean_square])
 
 
 def llama(parallel, micro_batches: int):
