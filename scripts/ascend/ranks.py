@@ -225,8 +225,9 @@ def machine(world, options) -> dict:
     from ms_dtensor.tools import machine as measured
 
     group = comm.group(range(world.size))
-    if options.rehearse:  # kernels are a CPU's; sizes that take milliseconds
-        measured.PRODUCTS, measured.VECTORS, measured.REPEATS = ((8, 8, 8), (64, 64, 64)), (64, 4096), 3
+    if options.rehearse:  # kernels are a CPU's; sizes that take milliseconds, and no more calls than show that all are made
+        measured.PRODUCTS, measured.VECTORS, measured.CACHED = ((8, 8, 8), (64, 64, 64)), (64, 4096), 1 << 20
+        measured.REPEATS, measured.MOST, measured.ROUNDS = 3, 3, 1
         measured.LARGE, host.JUNK, host.CHAIN, host.ROUNDS = 1 << 16, 1 << 10, 3, 2
     told = measured.measure_machine("cpu" if options.rehearse else options.kind,
                                     lambda mine: max(group.all_gather_object(mine)), group)
