@@ -67,15 +67,18 @@ class PipelineStage:
 
     def record(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None, in_parts: bool = False) -> Recording:
         """The forward of a micro-batch; `then` is applied to the output. The backward comes in one part or in two."""
+        def run(*inputs):
+            return self.run(inputs, kwargs, then, in_parts)
+        return (HeldRecording if in_parts else Recording).of(run, *inputs)
+
+    def run(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None, in_parts: bool = False) -> Any:
+        """The forward alone; what nobody records is an evaluation."""
         def whole(inputs, kwargs):
             with self._gated() if in_parts else nullcontext():
                 out = self.module(*inputs, **kwargs)
             return out if then is None else then(out)
-
-        def run(*inputs):
-            dry = executing()
-            return whole(inputs, kwargs) if dry is None else dry.plain_cell(self.module, whole, inputs, kwargs)
-        return (HeldRecording if in_parts else Recording).of(run, *inputs)
+        dry = executing()
+        return whole(inputs, kwargs) if dry is None else dry.plain_cell(self.module, whole, inputs, kwargs)
 
     @contextmanager
     def _gated(self) -> Iterator[None]:

@@ -151,8 +151,7 @@ class Step:
             made = self.recordings[s, i] = stage.record(inputs, kwargs, then, (s, i) in self.in_parts)
             out = map_leaves(detached, made.outputs, Tensor)
         else:
-            out = stage.module(*inputs, **kwargs)
-            out = out if then is None else then(out)
+            out = stage.run(inputs, kwargs, then)
         if stage.is_last:
             self.losses.append(out if loss_fn is None else self._weighted(out, self.weights[i]))
         else:

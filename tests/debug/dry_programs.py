@@ -177,6 +177,7 @@ def pp(n: int, kind: type = Schedule1F1B, v: int = 1) -> list[CommEvent]:
     schedule = kind(stages, 4, lambda out, w: (out * w).sum())
     with comm.record() as events:
         schedule.step(x, target=w)
+        schedule.eval(x, target=w)
     return events
 
 

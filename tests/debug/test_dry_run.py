@@ -161,14 +161,15 @@ def test_sums_of_gradients_and_copies_of_views_are_work():
 
 
 def test_ops_of_plain_stages_are_seen():
-    """Of cells that are not laid out as of others: three products for each in a step, the parameters, what waits."""
+    """Of cells that are not laid out as of others: three products for each in a step, one in an evaluation, the
+    parameters, what waits."""
     messages: dict[str, bytes] = {}
     product, head = 2 * 2 * 6 * programs.WIDTH * programs.HIDDEN, 2 * 2 * 6 * programs.WIDTH * programs.WORDS
     for rank, own in enumerate((6 * product, 6 * product + head)):
         with dry_run(world=2, rank=rank, device="CPU", messages=messages) as run:
             programs.pp(2)
         messages, kinds = run.messages, run.memory()
-        assert run.flops() == 3 * 4 * own, "four micro-batches of two rows"
+        assert run.flops() == (3 + 1) * 4 * own, "four micro-batches of two rows"
         weights = 4 * (2 * (3 * programs.WIDTH * programs.HIDDEN + programs.WIDTH) + rank * programs.WIDTH * programs.WORDS)
         assert kinds.at_peak["parameters"] == weights <= kinds.at_peak["gradients"] <= 2 * weights, "sums, and one more"
 
