@@ -71,12 +71,16 @@ class Holding:
             layout = getattr(x, "_layout", None)
             dry = executing() if layout is None and data is None else None  # where a plain parameter is never made
             with NoFallbackGuard():
-                values = detach(local_alias(x if data is None else data)) if dry is None else dry.nameless(x.shape, x.dtype)
+                if dry is None:
+                    values = detach(local_alias(x if data is None else data))
+                else:  # laid out as all else is there: each use would lay it out anew, and both parts would run that
+                    values = dry.nameless(x.shape, x.dtype)
+                    layout = dry.alone(values)._layout
                 out = make(kind or (GatedTensor if layout is None else classes.GATED), values)
             set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout
-                if x._memo is not None:
+                if getattr(x, "_memo", None) is not None:
                     memo_of(out).partial_grad_axes, memo_of(out).reads = x._memo.partial_grad_axes, x._memo.reads
             if isinstance(x, Parameter):
                 out.inited_param = x  # which cells list in its place

@@ -18,6 +18,7 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.errors import ConfigError, MixedOperandError, OpRuleError
+from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
 from tests.debug import dry_programs as programs
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -172,6 +173,28 @@ def test_ops_of_plain_stages_are_seen():
         assert run.flops() == (3 + 1) * 4 * own, "four micro-batches of two rows"
         weights = 4 * (2 * (3 * programs.WIDTH * programs.HIDDEN + programs.WIDTH) + rank * programs.WIDTH * programs.WORDS)
         assert kinds.at_peak["parameters"] == weights <= kinds.at_peak["gradients"] <= 2 * weights, "sums, and one more"
+
+
+class Tied(nn.Cell):
+    """Words in and out by one table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(24, 16)
+
+    def construct(self, ids):
+        return mint.nn.functional.linear(mint.tanh(self.table(ids)), self.table.embedding_table)
+
+
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleZBH1])
+def test_a_weight_of_a_plain_stage_has_uses_in_both_parts_of_its_backward(kind):
+    """What laid it out for one use was run again for the other, and MindSpore refused the second run."""
+    ids = Tensor(np.arange(8, dtype=np.int32).reshape(4, 2))
+    with dry_run(world=1, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        schedule = kind([PipelineStage(Tied(), 0, 1, mesh)], 2, lambda out, _: out.mean())
+        _, (grad,) = schedule.step(ids)
+    assert grad.shape == (24, 16) and run.flops() == 3 * 2 * ids.size * 24 * 16
 
 
 def test_an_array_of_the_users_has_its_values():
