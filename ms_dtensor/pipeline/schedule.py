@@ -15,7 +15,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, nn
 
 from .. import comm
-from ..dispatch.operands import local_alias, wrap
+from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..errors import CollectiveMismatch, ScheduleError
 from ..internals.names import NoFallbackGuard
 from ..optim.base import restore
@@ -234,7 +234,7 @@ class Schedule:
         here, stage = self.group.rank_index, next(s for s in tie.stages if s in self.stages)
         param = dict(self.stages[stage].module.parameters_and_names())[tie.paths[stage]]
         holders = comm.group(tuple(sorted(self.group.ranks[r] for r in tie.ranks)))
-        holders.agree(f"tied weight '{tie.place()[1]}' is {'trained' if param.requires_grad else 'frozen'}")
+        holders.agree(f"tied weight '{tie.place()[1]}' is " + (f"trained, {_own(param)}" if param.requires_grad else "frozen"))
         if not param.requires_grad:
             return
         own = local_alias(sums[id(param)])
@@ -247,6 +247,13 @@ class Schedule:
                 x = own if r == here else got[r]
                 total = x if total is None else total + x
         sums[id(param)] = total if sums[id(param)].__class__ is Tensor else wrap(total, sums[id(param)]._layout)
+
+
+def _own(param: Parameter) -> str:
+    """What a rank has of a parameter; the same on all that add up its gradients, element by element."""
+    layout = getattr(param, "_layout", None)
+    pieces = [((0, n),) for n in param.shape] if layout is None else layout.pieces()
+    return f"{dtype_name(param.dtype)}[{', '.join('+'.join(f'{a}:{b}' for a, b in runs) for runs in pieces)}]"
 
 
 class ScheduleGPipe(Schedule):

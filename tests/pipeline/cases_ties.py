@@ -60,3 +60,25 @@ def tied_weights_that_are_frozen(world):
     assert "tied weight '0.weight' is frozen" in text and "tied weight '0.weight' is trained" in text
     tied.requires_grad = True
     stepped(schedule, net, ties, "after it")
+
+
+@case(4)
+def tied_weights_of_which_ranks_have_other_rows(world):
+    """Parts of one size were added up, whatever their rows; now the step is refused on all ranks, with the rows of each."""
+    mesh, ties = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), ((0, 3),)
+    x, t = (md.distribute_tensor(Tensor(values), mesh["dp"], [md.Shard(0)]) for values in (X, T))
+
+    def schedule(*fused: bool):
+        stages = pipeline(four(*ties), mesh["pp"], split=["2"])
+        for stage in stages:
+            by_halves = fused[stage.stage_index]
+            md.fully_shard(stage.module, mesh=mesh["dp"], shard_placement_fn=lambda p, by_halves=by_halves: (
+                md.FusedShard(0, (2, 2)) if by_halves and p.ndim == 2 else None))
+        return KINDS["1f1b"][0](stages, 4, loss_fn)
+    net = four(*ties)
+    loss, grads = one_device(net, False)
+    right(schedule(True, True), (loss, grads | {"3.weight": grads["0.weight"]}), "the same rows", t, 1e-6, args=(x,))
+    text = refusal(lambda: schedule(True, False).step(x, target=t), CollectiveMismatch)
+    first = mesh["dp"].get_local_rank()
+    for rows in (f"{first}:{first + 1}+{first + 2}:{first + 3}", f"{2 * first}:{2 * first + 2}"):
+        assert f"tied weight '0.weight' is trained, float32[{rows}, 0:4]" in text, text
