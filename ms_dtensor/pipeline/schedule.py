@@ -234,7 +234,8 @@ class Schedule:
         here, stage = self.group.rank_index, next(s for s in tie.stages if s in self.stages)
         param = dict(self.stages[stage].module.parameters_and_names())[tie.paths[stage]]
         holders = comm.group(tuple(sorted(self.group.ranks[r] for r in tie.ranks)))
-        holders.agree(f"tied weight '{tie.place()[1]}' is " + (f"trained, {_own(param)}" if param.requires_grad else "frozen"))
+        state = f"trained, {_own(param)}" if param.requires_grad else "frozen"
+        holders.agree(f"tied weight '{tie.place()[1]}' is {state}")
         if not param.requires_grad:
             return
         own = local_alias(sums[id(param)])
