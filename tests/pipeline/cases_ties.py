@@ -75,10 +75,10 @@ def tied_weights_of_which_ranks_have_other_rows(world):
             md.fully_shard(stage.module, mesh=mesh["dp"], shard_placement_fn=lambda p, by_halves=by_halves: (
                 md.FusedShard(0, (2, 2)) if by_halves and p.ndim == 2 else None))
         return KINDS["1f1b"][0](stages, 4, loss_fn)
-    net = four(*ties)
-    loss, grads = one_device(net, False)
-    right(schedule(True, True), (loss, grads | {"3.weight": grads["0.weight"]}), "the same rows", t, 1e-6, args=(x,))
-    text = refusal(lambda: schedule(True, False).step(x, target=t), CollectiveMismatch)
+    alike, other = schedule(True, True), schedule(True, False)
+    text = refusal(lambda: other.step(x, target=t), CollectiveMismatch)
     first = mesh["dp"].get_local_rank()
     for rows in (f"{first}:{first + 1}+{first + 2}:{first + 3}", f"{2 * first}:{2 * first + 2}"):
         assert f"tied weight '0.weight' is trained, float32[{rows}, 0:4]" in text, text
+    loss, grads = one_device(four(*ties), False)
+    right(alike, (loss, grads | {"3.weight": grads["0.weight"]}), "the same rows", t, 1e-6, args=(x,))
