@@ -3,16 +3,19 @@
 
 Between two products of 256 rows MindSpore's host code, which the product has driven from the core's cache, takes a tenth of
 the product's time; calls of the library below it do not (`internals/gemm.py`), and add to a gradient where it lies. A node
-makes gradients of its inputs and of its weights together, so where a pipeline holds the latter back the layers run one by
-one, as they do in 16 bits. Not here: attention's core (`cpu.py`).
+makes gradients of its inputs and of its weights together; where a pipeline holds the latter back, a node of plain tensors
+leaves them for `WeightGradients`, and on a mesh the layers run one by one, as in 16 bits. Not here: attention (`cpu.py`).
 """
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_dtensor.dispatch.held import holding
+from ms_dtensor import DTensor
+from ms_dtensor.dispatch.held import WeightGradients, holding
 from ms_dtensor.internals.cells import is_hooked
 from ms_dtensor.internals.gemm import matmul
 from ms_dtensor.internals.host import host_array
@@ -24,15 +27,16 @@ from .cpu import differentiated_once
 
 def fits(x: Tensor, *cells: nn.Cell) -> bool:
     """Whether a node may stand for these layers of this input: not for one that is another cell by now, or hooked."""
-    return x.dtype == ms.float32 and holding.get() is None and all(
+    return x.dtype == ms.float32 and not (holding.get() and isinstance(x, DTensor)) and all(
         type(cell) is nn.Dense and not (cell.has_bias or cell.activation_flag or is_hooked(cell)) for cell in cells)
 
 
 class Products(Function):
-    """`Products.apply(x, *weights)`: x @ w.T of each, of x [n, d] and weights [columns, d]."""
+    """`run(Products, x, *weights)`: x @ w.T of each, of x [n, d] and weights [columns, d]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, *weights: Tensor):
+    def forward(ctx, later: WeightGradients | None, _anchor: Tensor | None, x: Tensor, *weights: Tensor):
+        ctx.later = later
         ctx.save_for_backward(x, *weights)
         rows = host_array(x)
         made = tuple(Tensor.from_numpy(matmul(rows, host_array(w).T)) for w in weights)
@@ -42,18 +46,18 @@ class Products(Function):
     def backward(ctx, *cotangents: Tensor):
         differentiated_once("Products at once are")
         x, *weights = (host_array(t) for t in ctx.saved_tensors)
-        dx, dweights = None, []
-        for dy, w in zip((host_array(d) for d in cotangents), weights):
-            dweights.append(matmul(dy.T, x))
+        dx, dys = None, [host_array(d) for d in cotangents]
+        for dy, w in zip(dys, weights):
             dx = matmul(dy, w, dx, dx is not None)
-        return tuple(map(Tensor.from_numpy, (dx, *dweights)))
+        return gradients(ctx, dx, [(dy, x) for dy in dys])
 
 
 class Gated(Function):
-    """`Gated.apply(x, w1, w3, w2)`: w2(silu(w1 x) * w3 x), of x [n, d]; keeps what the two products give."""
+    """`run(Gated, x, w1, w3, w2)`: w2(silu(w1 x) * w3 x), of x [n, d]; keeps what the two products give."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor):
+    def forward(ctx, later: WeightGradients | None, _anchor: Tensor | None, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor):
+        ctx.later = later
         ctx.save_for_backward(x, w1, w3, w2)
         rows = host_array(x)
         gate, up = matmul(rows, host_array(w1).T), matmul(rows, host_array(w3).T)
@@ -82,9 +86,7 @@ class Gated(Function):
             slope *= d
             slope *= u
             d *= silu  # what came goes: it is of u now
-        dw2 = matmul(dy.T, h)
-        dx = matmul(dh, w3, matmul(dgate, w1), add=True)
-        return tuple(map(Tensor.from_numpy, (dx, matmul(dgate.T, x), matmul(dh.T, x), dw2)))
+        return gradients(ctx, matmul(dh, w3, matmul(dgate, w1), add=True), [(dgate, x), (dh, x), (dy, h)])
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -94,14 +96,35 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.reciprocal(out, out=out)
 
 
+def gradients(ctx, dx: np.ndarray, operands: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple:
+    """What a node gives: of x, and of each weight the product of two, now or in the backward's second part."""
+    def of_weights() -> tuple[Tensor, ...]:
+        return tuple(Tensor.from_numpy(matmul(dy.T, x)) for dy, x in operands)
+    later, dweights = ctx.later, (None,) * len(operands)
+    if later is None:
+        dweights = of_weights()
+    else:
+        later(of_weights)
+    return None, None, Tensor.from_numpy(dx), *dweights
+
+
+def run(node: type[Function], x: Tensor, *weights: Tensor):
+    """`node` of these; where no gate stands for a weight, all gradients come in the first part."""
+    store = holding.get()
+    if store is None or any(w._requires_grad and id(w) not in store.weights for w in weights):
+        return node.apply(None, None, x, *weights)
+    later = WeightGradients(store, weights)
+    return node.apply(later, later.anchor, x, *later.cut)
+
+
 def products(x: Tensor, *weights: Tensor):
-    """`Products.apply`, by a name of its own: what is mapped over a mesh is a function."""
-    return Products.apply(x, *weights)
+    """`Products`, by a name of its own: what is mapped over a mesh is a function."""
+    return run(Products, x, *weights)
 
 
 def gated(x: Tensor, *weights: Tensor) -> Tensor:
-    """`Gated.apply`."""
-    return Gated.apply(x, *weights)
+    """`Gated`."""
+    return run(Gated, x, *weights)
 
 
 def compile_products(model: nn.Cell) -> None:

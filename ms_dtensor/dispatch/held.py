@@ -145,6 +145,38 @@ class _Held(Function):
         return None, None, None, None, None, *(next(it) if x._requires_grad else None for x in cut)
 
 
+class WeightGradients:
+    """The gradients of weights that an `autograd.Function` gives in the second part; its backward calls it in the first.
+
+    Such a node takes `anchor` and weights that are cut off (`cut`), so that its own gradients are of the first part alone.
+    """
+
+    def __init__(self, store: Holding, weights: Sequence[Tensor]):
+        self._box: list[Callable[[], Sequence[Tensor]]] = []
+        self._products, self.anchor, self.cut = store.products, store.anchor, [detach(w) for w in weights]
+        store.shared = store.shared or not all([w._is_leaf for w in weights])
+        self._node = _Weights.apply(self._box, *weights)
+
+    def __call__(self, gradients: Callable[[], Sequence[Tensor]]) -> None:
+        """`gradients()` are those of the weights, and holds what it needs for them."""
+        self._box.append(gradients)
+        if self._node._requires_grad:
+            self._products.append((self._node, self._node))
+
+
+class _Weights(Function):
+    """Leads from nothing that is read to weights."""
+
+    @staticmethod
+    def forward(ctx, box: list, *weights):
+        ctx.box = box
+        return Tensor([0.0], ms.float32)
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, *ctx.box.pop()()
+
+
 def plain_product(store: Holding, func, args, kwargs) -> Any:
     """A call on plain tensors and gates, under the guard."""
     primitive: Any = None

@@ -20,6 +20,7 @@ MODEL = ModelConfig(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=16, voc
 EXPERTS = replace(MODEL, n_layers=2, experts=ExpertsConfig(4, 2))
 ZBV = {"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}
 WAYS = {"fsdp": (MODEL, {"dp": 2, "fsdp": True}, {"micro_batches": 2}), "zbv": (MODEL, ZBV, {"micro_batches": 4}),
+        "zbv, compiled": (MODEL, ZBV, {"micro_batches": 4, "compile": True}),
         "experts": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, {}), "zero1": (MODEL, {"dp": 2, "zero1": True}, {}),
         "recomputed": (MODEL, {"dp": 2, "fsdp": True}, {"recompute": True}),
         "1f1b": (MODEL, {"pp": 2}, {"micro_batches": 4}),
@@ -33,7 +34,7 @@ def a_step_leaves_nothing_for_the_collector_of_garbage(world):
     def steps(way):
         model, axes, train = WAYS[way]
         cfg = Config(model=model, parallel=ParallelConfig(**axes), optim=OptimConfig(clip_norm=1.0),
-                     train=TrainConfig(batch=8, seq=8, compile=False, **train))
+                     train=TrainConfig(**{"batch": 8, "seq": 8, "compile": False, **train}))
         trainer, rng = Trainer(cfg, None, make_mesh("cpu", cfg.parallel)), np.random.default_rng(0)
 
         def step() -> None:

@@ -18,6 +18,7 @@ from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.rope import rope_frequencies
 from ms_dtensor.dispatch.recording import HeldRecording, Recording
 from ms_dtensor.errors import OpRuleError
+from ms_dtensor.pipeline import PipelineStage
 from tests.zoo import reference_llama
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -82,22 +83,30 @@ def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
         assert np.allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())  # sums in another order
 
 
-def test_products_at_once_are_those_one_by_one_and_leave_held_ones_alone():
+def test_products_at_once_are_those_one_by_one_at_once_and_in_two_parts():
     rng, cell = np.random.default_rng(5), FeedForward(6, 10)
     for p in cell.trainable_params():
         p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
     x, dy = (Tensor(rng.normal(size=(7, 6)).astype(np.float32)) for _ in "xy")
-    calls, results = [], []
+    stage, calls, held, results = PipelineStage(cell, 0, 1, None), [], [], []
     for core in (None, lambda *xs: calls.append(1) or at_once.gated(*xs)):
         cell.core = core
-        for kind in (Recording, HeldRecording):
-            made = kind.of(cell, x)
-            value = made.outputs.asnumpy()
-            results.append([value, *(g.asnumpy() for part in made.backward([dy], cell.trainable_params()) for g in part)])
+        for record in (Recording.of, HeldRecording.of, lambda cell, x: stage.record((x,), {}, None, in_parts=True)):
+            made = record(cell, x)
+            value, params = made.outputs.asnumpy(), cell.trainable_params()
+            if isinstance(made, HeldRecording):
+                of_inputs = made.backward_inputs([dy], params)
+                held.append(len(made._store.products))
+                parts = of_inputs, made.backward_weights(params)
+            else:
+                parts = made.backward([dy], params)
+            results.append([value, *(g.asnumpy() for part in parts for g in part)])
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             assert np.allclose(one, two, rtol=1e-5, atol=1e-5 * np.abs(one).max())
-    assert len(calls) == 1  # held products are held one by one
+    for one, two in zip(results[3], results[5], strict=True):  # in two parts the same bits
+        assert np.array_equal(one, two)
+    assert len(calls) == 3 and held == [0, 3, 0, 1]  # parameters that no gate stands for are not held back
     none, cell.core = Tensor(np.zeros((0, 6), np.float32)), at_once.gated  # a rank without rows
     (of_rows,), of_weights = Recording.of(cell, none).backward([none], cell.trainable_params())
     assert of_rows.shape == (0, 6) and not any(g.asnumpy().any() for g in of_weights)
