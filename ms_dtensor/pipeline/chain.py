@@ -99,9 +99,11 @@ class Chain:
             try:
                 out = given(cell, *args, **kwargs)
             except Exception as error:
-                if hasattr(error, "add_note") and not isinstance(error, DTensorError):  # those say what to do
+                if hasattr(error, "add_note") and not isinstance(error, DTensorError) and (  # those say what to do
+                        self.missing or not self.first):
                     missing = ", ".join([*self.missing[:3], *(["..."] if self.missing[3:] else [])])
-                    error.add_note(f"this stage has not {missing}: in the place of a cell of another stage its first "
+                    has = f"has not {missing}" if missing else "has all cells, and the one before it none"
+                    error.add_note(f"this stage {has}: in the place of a cell of another stage its first "
                                    "argument is handed on, so several tensors go as one list or dict")
                 raise
             if self.absent:

@@ -162,18 +162,40 @@ class Unpacked(nn.Cell):
         return self.second(y)
 
 
+class Added(nn.Cell):
+    """Adds what it is given."""
+
+    def construct(self, x, other=None):
+        return x + other.reshape(x.shape)
+
+
+class Sum(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.one = Added()
+
+    def construct(self, x, other=None):
+        return self.one(x, other)
+
+
 @case(2)
 def all_ranks_are_told_which_cells_a_stage_has_not(world):
+    """Or that there is none before it, of two tensors; where the model begins with all there is nothing to say."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    schedule = Schedule(pipeline(Unpacked(), mesh, split=["second"]), 2, loss_fn, actions=one_f_one_b(2, 2))
-    try:
-        schedule.step(Tensor(X), target=Tensor(T))
-    except (PeerLost, ValueError) as error:
-        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
-    assert "too many values to unpack" in said, said
-    if hasattr(BaseException, "add_note"):  # Python 3.10 has none
-        assert ("this stage has not first: in the place of a cell of another stage its first argument is handed on, so "
-                "several tensors go as one list or dict") in said, said
+    rest = (": in the place of a cell of another stage its first argument is handed on, so several tensors go as one list "
+            "or dict")
+    for net, split, given, error, stage in (
+            (Unpacked(), ["second"], 1, "too many values to unpack", "this stage has not first"),
+            (Sum(), [[], ["one"]], 2, "NoneType", "this stage has all cells, and the one before it none"),
+            (Sum(), [["one"], []], 1, "NoneType", "")):
+        schedule = Schedule(pipeline(net, mesh, split=split), 2, loss_fn, actions=one_f_one_b(2, 2))
+        try:
+            schedule.step(*[Tensor(X)] * given, target=Tensor(T))
+        except (PeerLost, ValueError, AttributeError) as raised:
+            said = "; ".join([str(raised), *getattr(raised, "__notes__", ())])
+        assert error in said, said
+        if hasattr(BaseException, "add_note"):  # Python 3.10 has none
+            assert stage + rest in said if stage else rest not in said, said
 
 
 cases(2, {"exceptions_of_two": (("1f1b", "zbh1"), ("F", "B", "W", "send", "receive", "end"), (None,), 2)}, 120)(struck)
