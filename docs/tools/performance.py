@@ -105,7 +105,7 @@ NOTES = {  # what rows of a Llama step are
     "torch cp": "PyTorch's is the loop of its ring attention, called directly: on a CPU its `context_parallel` ends in an "
                 "error.",
     "torch ep": "PyTorch's is `scripts/bench/torch_experts.py`: all-to-all over gloo, tokens grouped as in torchtitan.",
-    "torch pp": "Both pipelines are 1F1B, a micro-batch a row.",
+    "torch pp": "*pp* is 1F1B in both libraries, *zbv* ZBV; a micro-batch a row.",
 }
 
 
