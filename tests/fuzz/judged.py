@@ -3,7 +3,7 @@
 
 References are made by turns, each rank those of every so-many-th seed. A `Judge` has what one device made of a program and a
 method `run`, which runs it on the ranks and says what is wrong; what it counts beside is `noted`. A launch that ends early
-costs the program that it was in; the next one goes on behind it.
+costs the program that it was in; the next one goes on behind it. Where right programs may end ranks, a judge has `ends`.
 """
 from __future__ import annotations
 
@@ -89,7 +89,12 @@ def run_ranks(job: dict, generate: Callable, refer: Callable, judge: Callable) -
                 raise ValueError(f"on one device: {wanted[seed]}")
             one = judge(world, program, wanted[seed])
             report({**said, "wrong": one.run(), "noted": getattr(one, "noted", {})})
-            agreed(world, "")
+            try:
+                agreed(world, "")
+            except CommError:
+                if hasattr(judge, "ends"):
+                    return LOST_STEP
+                raise
         except Exception as e:
             lost = isinstance(e, CommError)
             report({**said, "lost" if lost else "raised": f"{type(e).__name__}: {str(e).split(ENDS)[0][:1500]}\n" +
@@ -136,7 +141,7 @@ def main(doc: str | None, module: str, ranks: int, programs: int, *how: Callable
                 found[worst] += 1
                 line = next(line for line in lines if line.get(worst))
                 print(f"{worst}, seed {seed}: {line[worst]}\n  {line['program']}\n", flush=True)
-        if not told or outcome.failure is not None and found.total() == before:
+        if not told or outcome.failure is not None and found.total() == before and not hasattr(how[-1], "ends"):
             print(outcome.failure)
             found["ended"] += 1
             break

@@ -217,3 +217,31 @@ class Judge:
                     program, why, goes_on = candidate, also, True
                     break
         return [first, f"made small: {why}\n{program}"]
+
+
+class OfDifferent:
+    """The verdict on a program whose ranks differ: only the mismatch, named on all of them, is right; never a number."""
+
+    ends = True  # after a mismatch within a part of the ranks
+
+    def __init__(self, world, program: Program, want: Reference):
+        self.world, self.program, self.want = world, program, want
+
+    def run(self) -> list[str]:
+        return [seen] if (seen := self._seen()) else []
+
+    def _seen(self) -> str:
+        """What this rank saw; "" is the mismatch."""
+        playing = Player(self.program, self.world.rank).play()
+        try:
+            for _ in self.program.steps[:-1]:
+                next(playing)
+        except Exception as e:
+            return f"before: {headline(e)}"
+        try:
+            record = next(playing)
+        except CollectiveMismatch as e:
+            return "" if len(set(str(e).splitlines())) == len(str(e).splitlines()) else f"says nothing: {e}"
+        except Exception as e:
+            return headline(e)
+        return differing(self.program, record.values, self.want.steps[-1]) or "a number, the sum of what each rank did"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -159,6 +160,8 @@ class Player:
         """Loss, gradients of these parameters or of those that the step asks for, and of the inputs."""
         if self.checked:  # a cell that runs again does what it did: one order for all forwards of a gradient
             micro = [micro[0], *(Pass(p.rows, p.seed, micro[0].order, micro[0].off, p.uses) for p in micro[1:])]
+        if self.rank is not None and self.rank == step.odd and step.other is not None:
+            micro = [*micro[:-1], step.other]
         batches, params = [self.batch(p) for p in micro], self.asked(step) if params is None else params
         inputs, frozen = step.wrt in ("inputs", "both") or not params, list[Any]()
 
@@ -171,7 +174,13 @@ class Player:
                     every = list(self.net.get_parameters())
                     p = every[step.which % len(every)]
                     write(p, ops.stop_gradient(p) * 0.5 + 0.125, "set_data" if self.copies else step.between)
-                total = self.loss(one, xs[k], batches[k][1]) * (1 + k) + total
+                if step.other is None or self.rank is not None:
+                    total = self.loss(one, xs[k], batches[k][1]) * (1 + k) + total
+                else:  # what the ranks have together, each of its own program
+                    ranks = math.prod(self.program.axes.values())
+                    for r in range(ranks):
+                        x, ids = (t.chunk(ranks)[r] for t in (xs[k], batches[k][1]))
+                        total = self.loss(step.other if r == step.odd else one, x, ids) / ranks + total
             return total
         place, weights = tuple(range(len(micro))) if inputs else None, params or None
         xs = [x for x, _ in batches]

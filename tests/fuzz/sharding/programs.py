@@ -61,10 +61,14 @@ class Step:
     # second micro-batch on a cell is frozen that was trained, or the other way round
     between: str = ""
     which: int = 0  # number of a parameter, cell or wrap
+    odd: int | None = None  # the rank whose last pass is `other`
+    other: Pass | None = None
 
     def __str__(self):
         said = ["; ".join(" and ".join(f"[{p}]" for p in micro) for micro in self.passes)] if self.passes else []
-        said += [f"{f.name}={v!r}" for f in fields(self)[2:] if (v := getattr(self, f.name)) != f.default]
+        said += [f"{f.name}={v!r}" for f in fields(self)[2:-2] if (v := getattr(self, f.name)) != f.default]
+        if self.odd is not None:
+            said.append(f"but rank {self.odd}: [{self.other}]")
         return f"{self.kind}({', '.join(said)})"
 
 
@@ -116,10 +120,10 @@ def _walk(part: Part, where: str) -> Iterator[tuple[str, Part]]:
 class _Draw(Draws):
     """Draws one program."""
 
-    def __init__(self, seed: int, ranks: int):
-        super().__init__([seed, 0])
-        self.ranks, self.seed = ranks, seed
-        self.later = np.random.default_rng([seed, 0, 1])  # what was thought of later: older seeds stay what they are
+    def __init__(self, seed: int, ranks: int, differs: bool = False):
+        super().__init__([seed, differs])
+        self.ranks, self.differs, self.seed = ranks, differs, seed
+        self.later = np.random.default_rng([seed, differs, 1])  # what was thought of later: older seeds stay what they are
 
     def program(self) -> Program:
         scheme = self.one("fsdp", "replicate", "zero1", "roots", p=(.5, .2, .12, .18))
@@ -232,6 +236,9 @@ class _Draw(Draws):
         return one
 
     def steps(self, program: Program) -> list[Step]:
+        if self.differs:
+            last = self.parted(program)
+            return [*([Step("train", [[self.passed(program)]])] if self.chance(.5) else []), last]
         kinds = {"train": .5, "eval": .08, "raise": .08, "write": .09, "freeze": .06, "unshard": .05, "reshard": .04,
                  "keep": .02, "copy": .03, "broken": .05}
         some = [self.one(*kinds, p=list(kinds.values())) for _ in range(int(self.rng.integers(1, 5)))]
@@ -264,9 +271,36 @@ class _Draw(Draws):
             step.how = self.one("True", "False")
         return step
 
+    def parted(self, program: Program) -> Step:
+        """A step that one rank does otherwise: another order of alike cells, one left out, or once more."""
+        n = int(self.rng.integers(2, 4))
+        first = Part(self.one("dense", "mlp", "norm"))
+        pure = [p for p in program.body.parts if p.kind in ("dense", "mlp", "norm", "number", "empty")]
+        for part in pure:
+            part.tied = ""
+        program.body.parts = [*(copy.deepcopy(first) for _ in range(n)), *pure[:1]]
+        program.wraps = [w for w in program.wraps if w.kind in DATA and not w.where.startswith("body.")]
+        kind = self.one("fsdp", "replicate", "zero1") if program.wraps[-1].where == "" else program.wraps[-1].kind
+        program.wraps = [self.data("", kind, {}, True)]
+        if kind == "fsdp" or self.chance(.2):
+            inner = [self.data(f"body.parts.{i}", kind, {}, False) for i in range(n)]
+            program.wraps = [*inner, *program.wraps]
+        usual = Pass(4 * self.ranks, int(self.rng.integers(1 << 20)))
+        every = tuple(range(len(program.body.parts)))
+        way = self.one((1, 0, *every[2:]), every[1:], (0, *every), (0, 0, *every[2:]))
+        other = copy.deepcopy(usual)
+        other.order = {"body": way}
+        program.axes, program.tied = {"dp": self.ranks}, False
+        return Step("train", [[usual]], how=self.one("md", "ms"), odd=int(self.rng.integers(self.ranks)), other=other)
+
 
 def generate(seed: int, ranks: int) -> Program:
     return _Draw(seed, ranks).program()
+
+
+def differing(seed: int, ranks: int) -> Program:
+    """A program in whose last step one rank does something else."""
+    return _Draw(seed, ranks, differs=True).program()
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -291,7 +325,7 @@ def smaller(program: Program) -> Iterator[Program]:
     if program.short:  # all or none, else dtypes meet
         yield less(lambda p: [w.options.pop("mp", None) for w in p.wraps])
     for i, step in enumerate(program.steps):
-        for f in fields(Step)[2:]:
+        for f in fields(Step)[2:-2]:
             if getattr(step, f.name) != f.default and f.name not in ("which", "how" if step.kind != "train" else ""):
                 yield less(lambda p, i, f: setattr(p.steps[i], f.name, f.default), i, f)
         for m, micro in enumerate(step.passes):
