@@ -48,7 +48,7 @@ class Products(Function):
         x, *weights = (host_array(t) for t in ctx.saved_tensors)
         dx, dys = None, [host_array(d) for d in cotangents]
         for dy, w in zip(dys, weights):
-            dx = matmul(dy, w, dx, dx is not None)
+            dx = matmul(dy, w, dx, add=True)
         return gradients(ctx, dx, [(dy, x) for dy in dys])
 
 

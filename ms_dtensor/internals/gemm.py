@@ -18,7 +18,7 @@ import numpy as np
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, add: bool = False) -> np.ndarray:
-    """`a @ b` of two matrices, each in one piece or another's transpose; into `out`, or with `add` onto what is there."""
+    """`a @ b` of two matrices, each in one piece or another's transpose; into `out`, with `add` onto what is there."""
     if out is None:
         out, add = np.empty((a.shape[0], b.shape[1]), a.dtype), False
     sgemm, of_a, of_b = _sgemm(), _form(a), _form(b)

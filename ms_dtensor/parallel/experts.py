@@ -314,7 +314,7 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, 
 
 
 def _at_once(at: np.ndarray | Tensor, w1: Tensor) -> bool:
-    """Whether choices of these numbers go through experts by NumPy's products: on a CPU, if there is anything to compute."""
+    """Whether choices of these numbers go through experts in one node of products: on a CPU, if there is anything to do."""
     return on_cpu() and len(at) > 0 and w1.shape[1] > 0
 
 
