@@ -26,9 +26,13 @@ from .cpu import differentiated_once
 
 
 def fits(x: Tensor, *cells: nn.Cell) -> bool:
-    """Whether a node may stand for these layers of this input: not for one that is another cell by now, or hooked."""
-    return x.dtype == ms.float32 and not (holding.get() and isinstance(x, DTensor)) and all(
-        type(cell) is nn.Dense and not (cell.has_bias or cell.activation_flag or is_hooked(cell)) for cell in cells)
+    """Whether a node may stand for these layers of this input: not for one that is another cell by now, hooked, or cast."""
+    return _computes(x, *cells) and all(type(cell) is nn.Dense and not is_hooked(cell) for cell in cells)
+
+
+def _computes(x: Tensor, *cells: nn.Dense) -> bool:
+    return x.dtype == ms.float32 and not (holding.get() and isinstance(x, DTensor)) and not any(
+        cell.has_bias or cell.activation_flag or cell.mixed_precision_type for cell in cells)
 
 
 class Products(Function):
@@ -127,9 +131,19 @@ def gated(x: Tensor, *weights: Tensor) -> Tensor:
     return run(Gated, x, *weights)
 
 
+class Head(nn.Dense):
+    """A linear layer that is called as it was, by a pipeline that counts its cells, too, and computes `core`."""
+
+    core = staticmethod(products)
+
+    def construct(self, x):
+        return self.core(x, self.weight) if _computes(x, self) else super().construct(x)
+
+
 def compile_products(model: nn.Cell) -> None:
     """Lets linear layers of blocks, and the head, run at once; before `parallelize`, where nobody is to find single ones."""
-    model.products = products
+    if type(model.output) is nn.Dense:
+        model.output.__class__ = Head
     for layer in model.layers:
         if not layer.mixed and not layer.feed_forward.joined:  # of weights that are one there is one product as it is
             layer.feed_forward.core = gated

@@ -209,7 +209,6 @@ class Llama(nn.Cell):
         self.layers = nn.CellList([Block(cfg, i, joined) for i in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = linear(cfg.dim, cfg.vocab_size)
-        self.products = None  # stands for it (`at_once.py`)
         if cfg.tied_head:
             self.output.weight = self.tok_embeddings.weight
         for name, param in self.parameters_and_names():
@@ -231,8 +230,7 @@ class Llama(nn.Cell):
                 shares = [shares[0] + share if shares else share]
                 loads.append(load.reshape(1, -1))
         x = self.norm(x)
-        at_once_fits = self.products is not None and at_once.fits(x, self.output)
-        logits = self.products(x, self.output.weight) if at_once_fits else self.output(x)
+        logits = self.output(x)
         if not shares:
             return logits
         rows = ops.cat(loads) if len(loads) > 1 else loads[0]

@@ -60,6 +60,7 @@ from ms_dtensor.parallel.pieces import Pieces
 from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
+from .at_once import Head
 from .config import ExpertsConfig, ModelConfig, ParallelConfig, mesh_axes
 from .experts import Experts, kept, mixture, most, one_hot, with_shared
 from .latent import Latent
@@ -323,9 +324,9 @@ def at_once_on_rows(cell: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> Non
                          in_grad_placements=(x, *(lies(p, Partial()) for p in weights)), device_mesh=mesh,
                          redistribute_inputs=True, out_shapes=shapes)
     if isinstance(cell, Llama):
-        if cell.products is not None:
+        if isinstance(cell.output, Head):
             words = lies(Shard(1) if cfg.loss_parallel else Replicate(), Shard(0))
-            cell.products = mapped(cell.products, tokens, (by_rows,), words, lambda x, w: (x[0], w[0]))
+            cell.output.core = mapped(cell.output.core, tokens, (by_rows,), words, lambda x, w: (x[0], w[0]))
         return
     if not cell.mixed and cell.feed_forward.core is not None:
         cell.feed_forward.core = mapped(cell.feed_forward.core, tokens, (by_rows, by_rows, by_columns), between,

@@ -8,7 +8,9 @@ _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_ho
 
 
 def is_hooked(cell: nn.Cell) -> bool:
-    """Whether somebody else than this library has a hook on a cell, or a `construct` of its own for this one.
+    """Whether a hook on a cell has to run, or it has a `construct` of its own: any but a layout's (`ms_dtensor.parallel`).
+
+    A pipeline's tells it which cells were called; `distribute_module` and `compat` call functions of the user's.
 
     Example:
         >>> from mindspore import nn
@@ -20,5 +22,5 @@ def is_hooked(cell: nn.Cell) -> bool:
     """
     if "construct" in cell.__dict__:
         return True
-    return any(not str(getattr(hook, "__module__", "")).startswith("ms_dtensor.")
+    return any(not str(getattr(hook, "__module__", "")).startswith("ms_dtensor.parallel.")
                for name in _HOOKS for hook in (getattr(cell, name, None) or {}).values())

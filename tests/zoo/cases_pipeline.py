@@ -46,7 +46,9 @@ def two_stages_train_as_one_device(world):
         (ParallelConfig(pp=2, pp_schedule="zbh1"), 4), (ParallelConfig(pp=2, **ZBV), 4, True),
         (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), 4),
         (ParallelConfig(pp=2), 2, False, "recompute"), (ParallelConfig(pp=2, pp_split=("norm",)), 2),
-        (ParallelConfig(pp=2), 2, True), (ParallelConfig(pp=2), 4, False, "compile"),
+        (ParallelConfig(pp=2, pp_split=("output",)), 2, True, "compile"), (ParallelConfig(pp=2), 2, True),
+        (ParallelConfig(pp=2), 4, False, "compile"),
+        (ParallelConfig(pp=2, pp_split=("output",), pp_schedule="zbh1"), 4, False, "compile"),
         (ParallelConfig(pp=2, pp_schedule="zbh1"), 4, True, "compile")), 8))(trains_alike)
 
 

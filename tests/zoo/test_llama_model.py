@@ -16,6 +16,7 @@ from model_zoo.llama.cpu import compile_attention
 from model_zoo.llama.layers import FeedForward
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.rope import rope_frequencies
+from ms_dtensor import ColwiseParallel, distribute_module, init_device_mesh, parallelize_module
 from ms_dtensor.dispatch.recording import HeldRecording, Recording
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import PipelineStage
@@ -119,8 +120,16 @@ def test_products_at_once_are_those_one_by_one_at_once_and_in_two_parts():
         ms.grad(lambda x: ms.grad(lambda x: at_once.products(x, weights[0]).sum())(x).sum())(x)
 
 
+def test_products_at_once_do_not_pass_over_functions_of_the_users():
+    mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), Tensor(np.arange(8, dtype=np.float32).reshape(2, 4))
+    styled, given = (nn.Dense(4, 4, has_bias=False) for _ in "ab")
+    parallelize_module(styled, mesh, ColwiseParallel())
+    distribute_module(given, mesh, output_fn=lambda cell, out, mesh: out * 3)
+    assert [at_once.fits(x, cell) for cell in (styled, given)] == [True, False]
+
+
 def test_products_at_once_leave_cells_alone_that_are_hooked_or_replaced():
-    """A hook on a layer is called, and another cell in its place computes what it computes."""
+    """A hook on a layer is called, and another cell in its place, or one that is cast, computes what it computes."""
     cfg = MODELS["grouped-query"]
     ids = Tensor(ids_of(cfg, 2, 5))
 
@@ -144,7 +153,9 @@ def test_products_at_once_leave_cells_alone_that_are_hooked_or_replaced():
     def constructed(model):
         cell = model.layers[0].attention.wq
         cell.construct = lambda x: x @ cell.weight.T * 2
-    for change in (replaced, hooked, constructed):
+    def cast(model):
+        model.output.to_float(ms.float16)
+    for change in (replaced, hooked, constructed, cast):
         results = []
         for compiled in (False, True):
             model = build(cfg, 12)
