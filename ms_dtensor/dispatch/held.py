@@ -97,23 +97,26 @@ class Holding:
 
     def computed(self, given: Sequence[Tensor], out: Any) -> None:
         """The result of an op on tensors."""
-        if isinstance(out, Tensor) and out._requires_grad and all(id(x) in self.weights for x in given):
+        if isinstance(out, Tensor) and out._requires_grad and all([id(x) in self.weights for x in given]):
             self.weight(out)
 
     def product(self, run: Callable[..., Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         """The result of a product of weights and others; `given`: operands before anything was done to them."""
         weights = self.weights
         others = [i for i, x in enumerate(given) if id(x) not in weights]
-        if not others or len(others) == len(given) or not all([operands[i].is_floating_point() for i in others]):
+        xs = [operands[i] for i in others]
+        if not others or len(others) == len(given) or not all([x.is_floating_point() for x in xs]):
             return run(*operands)
-        return _Held.apply(self, self.anchor, run, operands, others, *[local_alias(operands[i]) for i in others])
+        return _Held.apply((self, run, operands, others), self.anchor,
+                           *[x if x.__class__ is Tensor else local_alias(x) for x in xs])
 
 
 class _Held(Function):
     """A product with a graph of its own."""
 
     @staticmethod
-    def forward(ctx, store: Holding, anchor, run: Callable, operands: Sequence[Tensor], others: list[int], *xs):
+    def forward(ctx, what: tuple, anchor, *xs):  # few arguments: each costs the engine a gradient that is None
+        store, run, operands, others = what
         filled, cut = list(operands), []
         for i, x in zip(others, xs):
             leaf = filled[i] = detach(x)
@@ -140,9 +143,9 @@ class _Held(Function):
         found = run_backward((y,), (dy,), True, False, asked, True, accumulate_grad=False) if asked else ()
         store.products.append((y, dy))
         if len(found) == len(cut):  # as a rule
-            return None, None, None, None, None, *found
+            return None, None, *found
         it = iter(found)
-        return None, None, None, None, None, *(next(it) if x._requires_grad else None for x in cut)
+        return None, None, *(next(it) if x._requires_grad else None for x in cut)
 
 
 class WeightGradients:
@@ -182,14 +185,23 @@ def plain_product(store: Holding, func, args, kwargs) -> Any:
     primitive: Any = None
     if len(args) == 3 and isinstance(args[0], ms.ops.Primitive):
         primitive, _, args = args
-    flat = not kwargs and all([isinstance(a, Tensor) for a in args])  # most products are of two tensors and of no more
-    given = args if flat else leaves((args, kwargs or {}), Tensor)
-    if flat and primitive is None:
-        run: Callable[..., Tensor] = func
-    elif flat:
-        def run(*xs):
-            return func(primitive, primitive.name, xs)
+    run: Callable[..., Tensor]
+    n = 0  # tensors come first, as a rule, and then what is never one
+    while n < len(args) and isinstance(args[n], Tensor):
+        n += 1
+    rest = args[n:]
+    if not kwargs and all([a is None or a.__class__ is bool for a in rest]):
+        given: Sequence[Tensor] = args[:n]
+        if primitive is not None:
+            def run(*xs):
+                return func(primitive, primitive.name, (*xs, *rest))
+        elif rest:
+            def run(*xs):
+                return func(*xs, *rest)
+        else:
+            run = func
     else:
+        given = leaves((args, kwargs or {}), Tensor)
         call = OpCall(func, primitive, args, kwargs, given)
 
         def run(*xs):

@@ -21,7 +21,7 @@ from ..internals.probes import check_recordings
 from ..ops.local.dtypes import full
 from . import patches
 from .operands import local_alias, recording, retag
-from .patches.gradients import apart, as_cotangents, backward_apart, end_abandoned, in_this_gradient, kept_apart, layouts_of
+from .patches.gradients import apart, as_cotangents, end_abandoned, in_this_gradient, kept_apart, layouts_of
 from .planner import describe_operands
 from .reached import reached
 from .recording import handed_out
@@ -207,7 +207,7 @@ def _start(loss, gradient) -> Tensor:
 
 def _gradients(loss, start, keep: bool, wanted: list) -> list:
     try:
-        with backward_apart(list(in_this_gradient), wanted):
+        with apart(list(in_this_gradient), wanted):
             found = run_backward((loss,), (start,), keep, False, tuple(wanted), True, accumulate_grad=False)
     except RuntimeError as e:
         if "graph twice" not in str(e):

@@ -26,7 +26,7 @@ from . import patches
 from .cotangent import summed_gradient
 from .held import Holding, holding
 from .operands import leaf_of, local_alias, recording, retag, wrap
-from .patches.gradients import apart, as_cotangents, backward_apart, deliver, end_abandoned, layouts_of
+from .patches.gradients import apart, as_cotangents, deliver, end_abandoned, layouts_of
 
 
 class Recording:
@@ -84,7 +84,7 @@ class Recording:
         """
         roots, inputs = self._taken(cotangents)
         of = [*inputs, *params]
-        with backward_apart(self._participants, of):
+        with apart(self._participants, of):
             found = self._gradients(roots, of)
         grads = handed_out(of, found)
         return grads[:len(inputs)], grads[len(inputs):]
@@ -142,7 +142,7 @@ class HeldRecording(Recording):
         roots, of = self._taken(cotangents)
         store, gates = self._store, self._gates()
         asked = [store.anchor, *of, *gates, *params]
-        with backward_apart(self._participants, asked):
+        with apart(self._participants, asked):
             found = self._gradients(roots, asked, store.shared)
         it = iter(found[1:])
         own, self._early, self._direct = ([next(it) for _ in some] for some in (of, gates, params))
@@ -155,7 +155,7 @@ class HeldRecording(Recording):
             raise OpRuleError("For 'HeldRecording.backward_weights', nothing is held.", "",
                               "It comes once, after backward_inputs, which leaves what it needs.", "backward_inputs first")
         store, gates = self._store, self._gates()
-        with backward_apart(self._participants, list(params)):
+        with apart(self._participants, list(params)):
             late = self._gradients(store.products, gates)
             sums = [_sum(a, b) for a, b in zip(self._early, late)]
             roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]

@@ -13,7 +13,7 @@ from ..core.mesh import DeviceMesh
 from ..dispatch.held import holding
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import ConfigError
-from ..parallel.sharding.call import cells_in, held_back, units_of
+from ..parallel.sharding.call import cells_in, held_back, units_among, units_of
 
 if TYPE_CHECKING:
     from .split import Tie
@@ -84,11 +84,12 @@ class PipelineStage:
     def _gated(self) -> Iterator[None]:
         """Inside, gates stand in the place of trainable parameters; units see to those for which they put others there."""
         store: Any = holding.get()
-        units = units_of(self.module)
+        cells = list(cells_in(self.module))
+        units = units_among(cells)
         for unit in units:  # a parameter that is trained since the last forward is told who adds up its gradient
             unit.reduction.begin()
         theirs = {(id(cell), key) for unit in units for cell, key, _ in unit.standing}
-        slots = [(held, key, p) for cell in cells_in(self.module) for key, p in cell._params.items()
+        slots = [(held, key, p) for cell in cells for key, p in cell._params.items()
                  if isinstance(p, Parameter) and p.requires_grad and (id(cell), key) not in theirs
                  for held in (cell._params, cell.__dict__) if key in held]
         for held, key, p in slots:

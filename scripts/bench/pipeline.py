@@ -56,7 +56,7 @@ KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": 
 class Block(nn.Cell):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Dense(width, width)
+        self.up = nn.Dense(width, width, has_bias=False)  # as PyTorch's beside it
 
     def construct(self, x):
         return mint.tanh(self.up(x))

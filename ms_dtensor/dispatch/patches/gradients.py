@@ -129,14 +129,22 @@ def asked_for(param) -> bool:
 def _taking_part(participants: Iterable = ()) -> Iterator[None]:
     """Inside only these take part: a gradient that a hook or an op of a backward takes, forward and backward, has an end
     that is not the end of the one under way, which still needs what takes part in that."""
-    others = list(in_this_gradient)
-    in_this_gradient.clear()
-    in_this_gradient.update(participants)
+    others = _exchanged(participants)
     try:
         yield
     finally:
+        _exchanged(others)
+
+
+def _exchanged(participants: Iterable) -> list:
+    """Only these take part from now on; gives those before. As a rule both are nobody, and a pipeline asks at each action:
+    to walk through a WeakSet that is empty costs more than what is around it."""
+    others = list(in_this_gradient) if in_this_gradient else []
+    if others:
         in_this_gradient.clear()
-        in_this_gradient.update(others)
+    for taking_part in participants:
+        in_this_gradient.add(taking_part)
+    return others
 
 
 @contextmanager
@@ -251,25 +259,24 @@ def _clean(outermost: bool) -> None:
 
 
 @contextmanager
-def apart(participants: Iterable = ()) -> Iterator[list]:
-    """Around a forward or a backward that is a recording's own (`dispatch/recording.py`); gives who takes part in it."""
-    inside, mine = _apart.set(True), list[Any]()
-    with _taking_part(participants):
-        try:
+def apart(participants: Iterable = (), of: list | None = None) -> Iterator[list]:
+    """Around a forward or a backward that is a recording's own (`dispatch/recording.py`); gives who takes part in it.
+
+    Args:
+        participants: of a backward, those of its forward.
+        of: what a backward is to give the gradients of.
+    """
+    inside, others, mine = _apart.set(True), _exchanged(participants), list[Any]()
+    try:
+        with nullcontext() if of is None else _asking(of):
             yield mine
-            mine += in_this_gradient
-        except BaseException:
-            _clean(True)
-            raise
-        finally:
-            _apart.reset(inside)
-
-
-@contextmanager
-def backward_apart(participants: list, of: list) -> Iterator[None]:
-    """The same, around a backward that is to give the gradients of these."""
-    with apart(participants), _asking(of):
-        yield
+        mine += in_this_gradient
+    except BaseException:
+        _clean(True)
+        raise
+    finally:
+        _exchanged(others)
+        _apart.reset(inside)
 
 
 def recorded_apart() -> bool:

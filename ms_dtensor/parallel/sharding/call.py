@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mindspore import Tensor, nn, ops
@@ -69,7 +69,12 @@ def cells_in(*cells: nn.Cell) -> Iterator[nn.Cell]:
 
 def units_of(*cells: nn.Cell) -> list[Unit]:
     """The units of cells and of those inside, each once, in an order that all ranks have."""
-    return list({c.__dict__[UNIT]: None for c in cells_in(*cells) if UNIT in c.__dict__})
+    return units_among(cells_in(*cells))
+
+
+def units_among(cells: Iterable[nn.Cell]) -> list[Unit]:
+    """The same, of a walk's cells."""
+    return list({c.__dict__[UNIT]: None for c in cells if UNIT in c.__dict__})
 
 
 def held_back(units: list[Unit]) -> set[int]:
