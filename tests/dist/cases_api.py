@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Parameter, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import DeviceMesh, DTensor, distribute_tensor, full, init_device_mesh, local_map, ones
+from ms_dtensor import DeviceMesh, DTensor, distribute_tensor, init_device_mesh, local_map
 from ms_dtensor.compat.torch_names import register_sharding
 from ms_dtensor.custom_ops.register import unregister_rule
 from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
@@ -33,15 +33,6 @@ def distribute_tensor_cuts_every_layout_of_every_shape(world, grid):
                 assert dx.shape == shape and all(p.dim >= 0 for p in dx.placements if p.is_shard())
 
 
-def from_local_and_to_local_are_differentiable(world, line):
-    x = data(world.rank, 3, 4)
-    for placements, scale in (([S(0)], 1.0), ([P], 1.0), ([R], 1.0)):
-        def loss(t, how=placements):
-            return (DTensor.from_local(t * 2, line, how).redistribute(placements=[R]) * 3).sum().to_local()
-        g = ms.grad(loss)(x)
-        equal(g, np.full((3, 4), 6 * scale, np.float32), str(placements))
-
-
 def negative_dims_and_redistribution_to_oneself(world, line):
     x = distribute_tensor(data(1, 8, 4), line, [S(-1)])
     with counted({}):
@@ -61,28 +52,7 @@ def ranks_outside_the_mesh_hold_nothing_and_may_take_part(world):
     assert dx.shape == (6, 2) and "tp" in repr(dx)
 
 
-def arrays_are_global_or_refused(world, line):
-    x = data(1, 4, 4)
-    np.testing.assert_array_equal(distribute_tensor(x, line).asnumpy(), x.asnumpy())
-    for dx in (distribute_tensor(x, line, [S(0)]), DTensor.from_local(x, line, [P])):
-        for read in (lambda t: t.asnumpy(), np.asarray, lambda t: t.tolist(), lambda t: t.numpy()):
-            refused(world, OpRuleError, "full_tensor()", lambda read=read, t=dx: read(t))
-
-
 # -- factories -------------------------------------------------------------------------------------------------------------
-def factories_hold_their_shard(world, grid):
-    for placements in ((S(0), S(1)), (S(0), S(0)), (R, R), (R, S(1))):
-        for shape in ((4, 8), (5, 3), (1, 1)):
-            layout = md.Layout(grid, placements, shape)
-            for make, value in ((ones, 1), (md.zeros, 0)):
-                out = make(shape, device_mesh=grid, placements=placements)
-                assert tuple(out.to_local().shape) == layout.local_shape()
-                equal(out, np.full(shape, value, np.float32))
-            equal(full(shape, 7.0, device_mesh=grid, placements=placements), np.full(shape, 7, np.float32))
-    refused(world, LayoutError, "Partial is no way", lambda: ones(4, device_mesh=grid, placements=[P, R]))
-    refused(world, LayoutError, "non-negative integers", lambda: ones(-1, device_mesh=grid))
-
-
 def ranges_identities_and_tensors_like_others(world):
     """Every factory that computes its values, even, uneven and empty, against NumPy; nothing is communicated."""
     for mesh, placements in ((mesh_1d(), [S(0)]), (mesh_2d(), (S(0), S(0))), (mesh_2d(), (R, S(0))), (mesh_1d(), [R])):
@@ -97,8 +67,9 @@ def ranges_identities_and_tensors_like_others(world):
             made += [(md.eye(n, m, **at), np.eye(n, m, dtype=np.float32)) for n, m in ((4, None), (5, 3), (3, 5), (1, 1))]
             for shape in ((8, 4), (5, 3), (1, 2), (0, 3)):
                 x = placed(data(1, *shape), mesh, *placements)
-                made += [(md.zeros_like(x), np.zeros(shape)), (md.ones_like(x, dtype=ms.int32), np.ones(shape, np.int32)),
-                         (md.full_like(x, 2.5), np.full(shape, 2.5))]
+                made += [(md.ones(shape, **at), np.ones(shape)), (md.zeros(shape, **at), np.zeros(shape)),
+                         (md.full(shape, 7.0, **at), np.full(shape, 7.0)), (md.full_like(x, 2.5), np.full(shape, 2.5)),
+                         (md.zeros_like(x), np.zeros(shape)), (md.ones_like(x, dtype=ms.int32), np.ones(shape, np.int32))]
                 for like in (md.empty_like(x), md.rand_like(x), md.randn_like(x), md.zeros_like(x)):
                     assert like.layout is x.layout
                 other = md.ones_like(x, device_mesh=mesh_1d(), placements=[R])

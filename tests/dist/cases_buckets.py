@@ -6,14 +6,16 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from ms_dtensor import DTensor, distribute_module, distribute_tensor, replicate
+from ms_dtensor import DTensor, MixedPrecisionPolicy, distribute_module, distribute_tensor, replicate
 from ms_dtensor.errors import LayoutError
-from tests.cases import case
-from tests.dist.operands import mesh_1d
-from tests.dist.support import counted, equal, refusal
+from tests.cases import cases
+from tests.dist.operands import mesh_1d, mesh_2d
+from tests.dist.support import RTOL, counted, equal, refusal
 from tests.tiers import sampled
 
 F = mint.nn.functional
+BF16 = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
+ROUNDING = 2.5e-2  # of the largest element: a few roundings to 8 bits, each 2^-9, through a square and a root
 
 
 class With(nn.Cell):
@@ -93,17 +95,24 @@ def gradients(net, x):
     return [loss, *(grads if isinstance(grads, tuple | list) else [grads])]
 
 
-@case(world_size=4, timeout=240)
-def whichever_op_reads_a_parameter_its_bucket_gets_the_sum(world, grid):
-    mesh = mesh_1d(4, "dp")
-    for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), 2)):
+@cases(4, {"whichever_op_reads_a_parameter_its_bucket_gets_the_sum": (None, 2, RTOL),
+           "whichever_op_reads_a_parameter_it_sees_bfloat16_and_the_gradient_is_float32": (BF16, 6, ROUNDING)}, timeout=240)
+def whichever_op_reads_a_parameter(world, policy, every: int, rtol: float) -> None:
+    """`every`: at push one of so many."""
+    mesh, grid = mesh_1d(4, "dp"), mesh_2d()
+    for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), every)):
+        if policy is not None and name in ("nn.BatchNorm2d", "nn.Conv2dTranspose", "masked_fill, clamp"):
+            continue  # statistics of few numbers, and values that rounding takes across a border
         want = one_device(make, x, mesh)
-        for axis, net in sampled(((mesh, filled(make())), (grid["dp"], distribute_module(filled(make()), grid["tp"]))), 2, shift):
-            net = replicate(net, mesh=axis)
-            rows = np.array_split(x, axis.size())[axis.get_local_rank()]
+        for axis, tp in sampled(((mesh, None), (grid["dp"], grid["tp"])), 2, shift):
+            net = replicate(filled(make()) if tp is None else distribute_module(filled(make()), tp), mesh=axis, mp_policy=policy)
+            rows = Tensor(np.array_split(x, axis.size())[axis.get_local_rank()])
+            if policy is not None:
+                assert net(rows).dtype == ms.bfloat16, name
             with counted() as count:
-                got = gradients(net, Tensor(rows))
-            equal(got, want, name)
+                loss, *grads = gradients(net, rows)
+            assert all(t.dtype == ms.float32 for t in (*grads, *net.trainable_params())), name
+            equal((loss.float(), *grads), want, name, rtol)
             assert name in SEVERAL or count["all_reduce", "backward"] == 1, (name, count)
 
 

@@ -47,22 +47,6 @@ def bfloat16_is_one_devices_bfloat16(world):
         equal(g, w.to_local(), p.name, rtol=2**-6)
 
 
-def summands_are_added_up_in_reduce_dtype_on_every_axis(world, grid):
-    """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
-    small = 2.0**-9
-    x = md.DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), grid, [S(0), S(0)])
-    for reduce_dtype, dtype in ((ms.float32, "Float32"), (None, "BFloat16")):
-        scale = Built(lambda c, t: t * c.weight, weight=Parameter(Tensor(np.ones(6, np.float32)), name="weight"))
-        net = md.fully_shard(md.distribute_module(scale, grid["tp"]), mesh=grid["dp"],
-                          mp_policy=md.MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
-        with md.comm.record() as events:
-            _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
-        moved = [(e.op, e.axes, e.dtype) for e in events if e.phase == "backward" and "reduce" in e.op]
-        assert moved == [("all_reduce", ("tp",), dtype), ("reduce_scatter", ("dp",), dtype)], moved
-        assert grad.dtype == ms.float32
-        assert (grad.full_tensor().asnumpy() == 1 + 3 * small).all() == (dtype == "Float32"), grad.full_tensor()
-
-
 @case(4, timeout=240)
 def on_emulated_devices_as_on_the_cpu(world):
     def run(kind: str, again: dict | None = None, **how):

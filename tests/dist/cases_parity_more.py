@@ -29,15 +29,6 @@ def what_is_copied_into_a_partial_keeps_its_reduction(world, line):
         assert "change its placement" in refusal(lambda other=other: x.copy_(DTensor.from_local(data(2, 3, 5), line, [other])))
 
 
-def small_bfloat16_sums_are_reduced(world, line):
-    for n in ((), (1,), (3,), (4,), (5,)):
-        for op, reduced in REDUCED.items():
-            mine = np.stack([np.full(n, r + 1.5, np.float32) for r in range(4)])
-            got = DTensor.from_local(Tensor(mine[world.rank]).astype(ms.bfloat16), line, [Partial(op)]).full_tensor()
-            assert got.dtype == ms.bfloat16
-            equal(got.astype(ms.float32), reduced(mine), f"{op} {n}", rtol=1e-2)
-
-
 def seeds_of_mindspore_seed_dtensors(world, line):
 
     def drawn():
@@ -48,20 +39,6 @@ def seeds_of_mindspore_seed_dtensors(world, line):
     assert np.array_equal(first, drawn()) and np.array_equal(second, drawn()) and not np.array_equal(first, second)
     ms.set_seed(4)
     assert not np.array_equal(first, drawn())
-
-
-def a_product_over_nothing_is_zero(world, line):
-    none, nothing = Tensor(np.zeros((12, 0), np.float32)), Tensor(np.zeros((0, 4), np.float32))
-    x = data(1, 12, 4)
-    for p, q in (([S(0)], [R]), ([R], [S(1)]), ([S(1)], [S(0)]), ([R], [R])):
-        left, right = (placed(t, line, *at) for t, at in ((none, p), (nothing, q)))
-        for _ in range(3):
-            equal(mint.matmul(left, right), np.zeros((12, 4), np.float32), f"{p} {q}")
-        dx = placed(x, line, R)
-        equal(mint.addmm(dx, left, right), x, f"{p} {q}")
-    value, grad = md.value_and_grad(lambda t: (t * t).sum())(placed(x, line, S(0)))
-    equal(value, (x * x).sum())
-    equal(grad, 2 * x)
 
 
 class Scaled(nn.Dense):

@@ -41,34 +41,6 @@ def each_style_has_its_collectives_and_their_transposes(world):
         assert (out.shape, forward, backward) == (shape, there, back), (style, bias, out.shape, forward, backward)
 
 
-def colwise_embedding_communicates_nothing(world):
-    cell = parallelize_module(nn.Embedding(16, 16), mesh_1d(), ColwiseParallel())
-    ids = Tensor(np.arange(8).reshape(4, 2).astype(np.int32))
-    with counted({}):
-        out = cell(ids)
-        value_and_grad(lambda i: cell(i).sum(), None, cell.trainable_params())(ids)
-    assert out.shape == (4, 2, 4)
-
-
-def styles_keep_requires_grad(world):
-    for style in (ColwiseParallel(), RowwiseParallel()):
-        cell = nn.Dense(16, 16)
-        cell.weight.requires_grad, cell.bias.requires_grad = False, True
-        parallelize_module(cell, mesh_1d(), style)
-        assert not cell.weight.requires_grad and cell.bias.requires_grad
-
-
-def rowwise_embedding_reduces_once(world):
-    ids = Tensor(np.arange(8).astype(np.int32))
-    for layout, shape, op in ((R, (8, 16), "all_reduce"), (S(1), (8, 4), "reduce_scatter")):
-        cell = parallelize_module(nn.Embedding(16, 16), mesh_1d(), RowwiseParallel(input_layouts=R, output_layouts=layout))
-        table = array(cell.embedding_table)
-        with counted({(op, "forward"): 1}):
-            out = cell(ids)
-        assert out.shape == shape
-        equal(DTensor.from_local(out, mesh_1d(), [layout]), table[:8])
-
-
 class Sum(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -190,18 +162,3 @@ def tied_weights_stay_tied_and_get_both_gradients(world):
     late.fc.weight = late.embedding.embedding_table  # tied after the styles
     assert late.fc.weight is late.embedding.embedding_table
     equal(late(distribute_tensor(ids, mesh_1d(), src_data_rank=None)), Tied(False).embedding(ids) @ data(1, 16, 8).T)
-
-
-def frozen_parameters_save_their_communication(world):
-    x = data(1, 8, 12)
-    counts = []
-    for frozen in (False, True):
-        net = fill(Mlp("nn"))
-        net.up.weight.requires_grad = net.up.bias.requires_grad = not frozen
-        parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(use_local_output=False),
-                                            "down": RowwiseParallel(use_local_output=False)})
-        with counted() as count:
-            grads = value_and_grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(x)[1]
-        assert len(grads) == (2 if frozen else 4)
-        counts.append(sum(n for (_, phase), n in count.items() if phase == "backward"))
-    assert counts[1] <= counts[0]

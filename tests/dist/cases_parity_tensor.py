@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import DeviceMesh, DTensor, distribute_module, distribute_tensor, init_device_mesh, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
@@ -19,14 +19,6 @@ def distribute_is_one_collective_and_shapes_are_global(world, line):
     with counted() as count:
         x = distribute_tensor(data(1, 12, 3), line, [S(0)])
     assert sum(count.values()) == 1 and x.size() == (12, 3) and tuple(x.to_local().shape) == (3, 3)
-
-
-def distributing_keeps_requires_grad_and_makes_a_leaf(world):
-    for wanted in (True, False):
-        net = nn.Dense(4, 8)
-        net.weight.requires_grad = wanted
-        w = distribute_module(net, mesh_1d()).weight
-        assert w.requires_grad is wanted and w._is_leaf
 
 
 def another_rank_may_be_the_truth(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import mindspore as ms
 import numpy as np
@@ -11,35 +12,9 @@ from mindspore import Parameter, Tensor, nn, ops
 import ms_dtensor as md
 from ms_dtensor import DTensor, MixedPrecisionPolicy, comm, distribute_module, distribute_tensor, replicate
 from ms_dtensor.errors import ConfigError
-from tests.cases import case
-from tests.dist.cases_buckets import READERS, SEVERAL, filled, gradients, one_device
+from tests.dist.cases_buckets import BF16, READERS, ROUNDING, filled, gradients, one_device
 from tests.dist.operands import Built, S, mesh_1d
-from tests.dist.support import counted, equal, refusal
-from tests.tiers import sampled
-
-BF16 = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
-ROUNDING = 2.5e-2  # of the largest element: a few roundings to 8 bits, each 2^-9, through a square and a root
-
-
-@case(world_size=4, timeout=240)
-def whichever_op_reads_a_parameter_it_sees_bfloat16_and_the_gradient_is_float32(world, grid):
-    mesh = mesh_1d(4, "dp")
-    for shift, (name, (make, x)) in enumerate(sampled(READERS.items(), 6)):
-        if name in ("nn.BatchNorm2d", "nn.Conv2dTranspose", "masked_fill, clamp"):
-            continue  # statistics of few numbers, and values that rounding takes across a border
-        want = one_device(make, x, mesh)
-        for axis, tp in sampled(((mesh, None), (grid["dp"], grid["tp"])), 2, shift):
-            net = replicate(filled(make()) if tp is None else distribute_module(filled(make()), tp), mesh=axis, mp_policy=BF16)
-            rows = Tensor(np.array_split(x, axis.size())[axis.get_local_rank()])
-            assert net(rows).dtype == ms.bfloat16, name
-            with counted() as count:
-                got = gradients(net, rows)
-            for g, w in zip(got[1:], want[1:], strict=True):
-                assert g.dtype == ms.float32
-                equal(g, w, name, rtol=ROUNDING)
-            equal(got[0].float(), want[0], name, rtol=ROUNDING)
-            assert name in SEVERAL or count["all_reduce", "backward"] == 1, (name, count)
-            assert all(p.dtype == ms.float32 for p in net.trainable_params())
+from tests.dist.support import equal, refusal
 
 
 def scale(width: int) -> nn.Cell:
@@ -50,24 +25,20 @@ def scale(width: int) -> nn.Cell:
 def summands_of_a_gradient_are_added_up_in_reduce_dtype_on_every_axis(world, grid):
     """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
     small = 2.0**-9
-    mine = np.full((1, 3), 1.0 if world.rank == 0 else small, np.float32)
-    x = DTensor.from_local(Tensor(mine), grid, [S(0), S(0)])
-    for reduce_dtype, dtype, want in ((ms.float32, "Float32", 1 + 3 * small), (None, "BFloat16", None)):
-        for bucket_mb in (25, 0):
-            net = distribute_module(scale(3), grid["tp"])
-            replicate(net, mesh=grid["dp"], bucket_mb=bucket_mb, mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
-            with comm.record() as events:
-                _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
-            assert grad.dtype == ms.float32 and grad.layout.is_replicated
-            moved = [e for e in events if e.phase == "backward"]
-            # one all-reduce an axis; without a bucket one over both, as for a parameter in its own dtype
-            assert [e.op for e in moved] == ["all_reduce"] * (2 if bucket_mb else len(moved)) and len(moved) <= 2, moved
-            assert {e.dtype for e in moved} == {dtype}, moved
-            got = grad.to_local().asnumpy()
-            if want is not None:
-                assert (got == want).all(), got
-            else:
-                assert (got != 1 + 3 * small).all() and np.allclose(got, 1.0, atol=2 * 2.0**-7), got
+    x = DTensor.from_local(Tensor(np.full((1, 4), 1.0 if world.rank == 0 else small, np.float32)), grid, [S(0), S(0)])
+    # without a bucket it is one all-reduce over both axes, as for a parameter in its own dtype
+    ways = ((replicate, {"bucket_mb": 25}, (["all_reduce"] * 2,)), (md.fully_shard, {}, (["all_reduce", "reduce_scatter"],)),
+            (replicate, {"bucket_mb": 0}, (["all_reduce"], ["all_reduce"] * 2)))
+    for (wrap, how, moves), (reduce_dtype, dtype) in itertools.product(ways, ((ms.float32, "Float32"), (None, "BFloat16"))):
+        net = wrap(distribute_module(scale(4), grid["tp"]), mesh=grid["dp"],
+                   mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype), **how)
+        with comm.record() as events:
+            _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
+        moved = [e for e in events if e.phase == "backward" and "reduce" in e.op]
+        assert [e.op for e in moved] in moves and {e.dtype for e in moved} == {dtype}, moved
+        got = grad.full_tensor().asnumpy()
+        assert grad.dtype == ms.float32 and np.allclose(got, 1.0, atol=2 * 2.0**-7), got
+        assert (got == 1 + 3 * small).all() if reduce_dtype else (got != 1 + 3 * small).all(), got
 
 
 def a_tied_table_has_both_gradients_in_float32(world):

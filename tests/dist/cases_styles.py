@@ -81,7 +81,7 @@ def vocabulary_parallel_embedding_masks_and_offsets(world, line):
             continue
         count = _compare(lambda k=kind: make(k), lambda m, s=style: parallelize_module(
             m, line, {"emb": s(input_layouts=R, use_local_output=False)}), ids, placed(ids, line, R))
-        assert count[("all_reduce", "forward")] == (style is RowwiseParallel), count
+        assert count == ({("all_reduce", "forward"): 1} if style is RowwiseParallel else {}), count
 
 
 def sequence_parallel_block_and_prepared_inputs(world, line):
