@@ -11,7 +11,6 @@ from ms_dtensor import comm, optim
 from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MixedOperandError
 from ms_dtensor.parallel import CPUOffloadPolicy, OffloadPolicy
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, both, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.operands import Built
 from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
@@ -190,17 +189,3 @@ def offloading_is_what_a_cpu_does_anyway(world):
     with rehearsed():
         device = md.init_device_mesh("npu", (4,), mesh_dim_names=("dp",))
         assert "for CPUs only" in refusal(lambda: cut_up(filled(Net()), device, offload_policy=CPUOffloadPolicy()), ConfigError)
-
-
-def statistics_that_a_forward_writes_stay(world):
-    def normed():
-        return filled(Built(lambda c, x: c.two(c.bn(c.one(x))), one=nn.Dense(5, 6, has_bias=False), bn=nn.BatchNorm1d(6),
-                           two=nn.Dense(6, 3)))
-    mesh, plain, net = fsdp(), normed(), normed()
-    md.fully_shard(net.bn, mesh=mesh)
-    md.fully_shard(net, mesh=mesh)
-    for n in (plain, net):
-        n.set_train()
-    for _ in range(2):
-        same_step(net, plain, mesh)
-        equal(net.get_parameters(), plain.get_parameters())

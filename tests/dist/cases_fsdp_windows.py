@@ -10,14 +10,13 @@ from tests.cases import call
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
 from tests.tiers import sampled
 
-AGAIN = (cases_fully_shard.one_collective_a_unit_and_direction, cases_fully_shard.optimizers_step_on_shards,
-         cases_fully_shard.copies_over_one_axis_and_cuts_over_the_other, cases_fully_shard.after_tensor_parallel_styles,
-         cases_fully_shard.gradients_gathered_up_without_communication, cases_fully_shard.other_dims_and_parameters_left_alone,
-         cases_fully_shard.a_step_that_raises_leaves_nothing_behind, cases_fully_shard.without_gradients_all_is_given_back,
+AGAIN = (cases_fully_shard.one_collective_a_unit_and_direction, cases_fully_shard.the_optimizer_divided,
+         cases_fully_shard.frozen_then_trained, cases_fully_shard.other_dims_and_parameters_left_alone,
+         cases_fully_shard.without_gradients_all_is_given_back,
          cases_fsdp_steps.neighbours_keep_the_parameters_between_forward_and_backward,
          cases_fsdp_steps.kept_parameters_are_gathered_again_when_they_were_changed,
-         cases_fsdp_steps.statistics_that_a_forward_writes_stay, cases_fsdp_inside.what_runs_again_computes_in_the_policys_dtype,
-         cases_fsdp_inside.empty_shards_of_bfloat16)
+         cases_fsdp_steps.a_step_that_raises_forgets_what_was_gathered_up,
+         cases_fsdp_inside.what_runs_again_computes_in_the_policys_dtype, cases_fsdp_inside.empty_shards_of_bfloat16)
 
 
 def in_windows(world):

@@ -149,16 +149,3 @@ def what_is_kept_past_its_cell_is_refused(world):
                     use(kept)
     net.unshard()
     equal(net.turned, plain.a.weight.asnumpy().T)
-
-
-def a_write_through_a_view_reaches_the_shards(world):
-    for make, bound in ((fully_shard, 1e-6), (lambda net, mesh: replicate(net, mesh=mesh, zero1=True), 1e-6),
-                        # the copy that was written, in 11 bits, becomes the parameter
-                        (lambda net, mesh: replicate(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(ms.float16)), 1e-3)):
-        net, plain = make(filled(Keeping()), mesh=fsdp()), filled(Keeping())
-        net.writes = True
-        want = plain.s.asnumpy().copy()
-        for _ in range(2):
-            net(mine(fsdp()))
-            want[3:6] += 3
-            equal(net.s, want, rtol=bound)

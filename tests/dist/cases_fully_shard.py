@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore.nn.utils import no_init_parameters
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, fully_shard, init_device_mesh, optim, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from tests.dist.operands import Built, S
-from tests.dist.support import counted, equal, equal_steps, of_plain, refusal, refused_alike
+from tests.dist.support import counted, equal, of_plain, refusal, refused_alike
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
 
@@ -101,23 +101,6 @@ def one_collective_a_unit_and_direction(world):
     assert count == {("all_gather", "forward"): 4, ("reduce_scatter", "backward"): 4}, count
 
 
-def optimizers_step_on_shards(world):
-    mesh, net, plain = both()
-    one = optim.AdamW(plain.trainable_params(), 0.01, weight_decay=0.1)
-    many = optim.AdamW(net.trainable_params(), 0.01, weight_decay=0.1)
-    want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())
-    step = value_and_grad(loss_of(net), None, net.trainable_params())
-    for _ in range(4):
-        wanted, grads = want(Tensor(ROWS))
-        one(optim.clip_grad_norm_(grads, 0.5) and grads)
-        got, grads = step(mine(mesh))
-        equal(got, wanted, "loss")
-        optim.clip_grad_norm_(grads, 0.5)
-        with counted({}):
-            many(grads)
-    equal(net.trainable_params(), plain.trainable_params())
-
-
 def the_optimizer_divided(world):
     mesh, plain = fsdp(), filled(Net())
     net = replicate(filled(Net()), mesh=mesh, zero1=True)
@@ -131,43 +114,6 @@ def the_optimizer_divided(world):
     one(ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1])
     many(value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1])
     equal(net.trainable_params(), plain.trainable_params())
-
-
-def copies_over_one_axis_and_cuts_over_the_other(world):
-    mesh, plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")), filled(Net())
-    net = cut_up(filled(Net()), mesh)
-    assert "f32[10@cut, 6], mesh=(copies=2, cut=2)" in repr(net.blocks[0].up.weight)
-    count = same_step(net, plain, mesh)
-    assert count == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3, ("reduce_scatter", "backward"): 4,
-                     ("all_reduce", "backward"): 4}, count
-
-
-def after_tensor_parallel_styles(world, grid):
-    plain = filled(Net())
-    net = filled(Net())
-    plan = {"blocks.*.up": ColwiseParallel(use_local_output=False), "blocks.*.down": md.RowwiseParallel(use_local_output=False)}
-    md.parallelize_module(net, grid["tp"], plan)
-    cut_up(net, grid["dp"])
-    weight = net.blocks[0].up.weight
-    assert "f32[10@tp@dp, 6]" in repr(weight), weight
-    assert "f32[6@dp, 10@tp]" in repr(net.blocks[0].down.weight)
-    count = same_step(net, plain, grid["dp"])
-    assert count["reduce_scatter", "backward"] == 4 and count["all_gather", "backward"] == 3, count
-
-
-def with_sequence_parallel_norms(world, grid):
-    from ms_dtensor import SequenceParallel
-    plain = filled(Net())
-    net = filled(Net())
-    md.parallelize_module(net, grid["tp"], {
-        "blocks.*.norm": SequenceParallel(sequence_dim=1),
-        "blocks.*.up": ColwiseParallel(input_layouts=S(1), use_local_output=False),
-        "blocks.*.down": md.RowwiseParallel(output_layouts=S(1), use_local_output=False)})
-    cut_up(net, grid["dp"])
-    rows = np.random.default_rng(1).normal(size=(8, 4, 5)).astype(np.float32)
-    want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))
-    got = value_and_grad(loss_of(net), None, net.trainable_params())(mine(grid["dp"], rows))
-    equal_steps(got, want, net.trainable_params())
 
 
 def product() -> nn.Cell:
@@ -205,24 +151,6 @@ def frozen_then_trained(world):
     equal(only[0], want[0])
 
 
-def gradients_gathered_up_without_communication(world):
-    mesh, net, plain = both()
-    parts = [ROWS, ROWS[::-1] * 0.5 + 0.1, ROWS * ROWS]
-    wanted = [ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(np.ascontiguousarray(r)))[1]
-              for r in parts]
-    step = value_and_grad(loss_of(net), None, net.trainable_params())
-    total = None
-    for i, rows in enumerate(parts):
-        net.set_requires_gradient_sync(i == 2)
-        with counted() as count:
-            grads = step(mine(mesh, np.ascontiguousarray(rows)))[1]
-        assert (count["reduce_scatter", "backward"] == 4) is (i == 2), count
-        total = grads if total is None else [a + b for a, b in zip(total, grads)]
-    for p, g, *w in zip(net.trainable_params(), total, *wanted, strict=True):
-        equal(g, sum(x.asnumpy() for x in w), p.name)
-    same_step(net, plain, mesh)  # nothing is left over
-
-
 def blocks_run_again_in_the_backward(world):
     for when in ("before", "after"):
         mesh, plain = fsdp(), filled(Net())
@@ -243,21 +171,6 @@ def cells_called_twice_in_another_order_or_not_at_all(world):
     mesh, net, plain = both()
     for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0, 1), (0, 2), (), (0, 1, 2)):
         plain.order = net.order = order
-        same_step(net, plain, mesh)
-
-
-def a_step_that_raises_leaves_nothing_behind(world):
-    mesh, net, plain = both()
-    before = {k: id(p) for k, p in net.parameters_dict().items()}
-    step = value_and_grad(loss_of(net), None, net.trainable_params())
-
-    def refuse(*_):
-        raise ValueError("on purpose")
-    for register in (net.blocks[1].up.register_forward_hook, net.blocks[1].up.register_backward_hook):
-        place = register(refuse)
-        assert "on purpose" in refusal(lambda: step(mine(mesh)), ValueError)
-        place.remove()
-        assert {k: id(p) for k, p in net.parameters_dict().items()} == before
         same_step(net, plain, mesh)
 
 
@@ -333,33 +246,6 @@ def outputs_in_tuples_lists_and_dicts(world):
     mesh, plain, net = fsdp(), filled(Outer()), filled(Outer())
     fully_shard(net.many, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    same_step(net, plain, mesh)
-
-
-def a_way_around_the_outputs(world):
-    class Hidden(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Dense(6, 6)
-
-        def construct(self, x):
-            self.seen = mint.tanh(self.a(x))
-            return ops.stop_gradient(x) * 0
-
-    class Outer(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.hidden = nn.Dense(5, 6), Hidden()
-
-        def construct(self, x):
-            return self.hidden(self.first(x)) + self.hidden.seen
-    mesh = fsdp()
-    net, plain = filled(Outer()), filled(Outer())
-    fully_shard(net.hidden, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    for _ in range(2):
-        same_step(net, plain, mesh)
-    net.hidden.set_reshard_after_forward(False)
     same_step(net, plain, mesh)
 
 
