@@ -292,6 +292,8 @@ class Block(nn.Cell):
             weights = weights / (weights - weights)
         given = getattr(batch, f"chosen{self.number}")
         chosen = mint.where(given > -2, given, chosen)
+        if batch.program.dtype == "bfloat16":  # what is rounded chooses others than the router of one device does
+            weights = mint.gather(self.router.scores(logits), 1, mint.where(chosen < 0, 0, chosen).astype(ms.int64))
         extra = None
         if "b" in layer.losses:
             extra = md.expert_balance_loss(self.router.scores(logits), chosen, len(batch.tokens))
