@@ -182,6 +182,7 @@ def test_errors_in_forward_or_backward_leave_autograd_usable():
 
 
 def test_finite_differences_find_a_wrong_backward():
+    Cube.check_gradients(X)
     Product.check_gradients(X, Y, times=2)
     Split.check_gradients(X, [Y, Y], factor=2.0)
 

@@ -133,25 +133,28 @@ def a_distributed_op_builds_its_results_layout(world):
     summed = DTensor.from_local(x, mesh, (R, P))
     assert "Partial" in refusal(lambda: Linear.apply(summed, dw, db), LayoutError)
 
-    class Same(hp.DistributedOp):
+    class Same(hp.DistributedOp):  # the form of infer_layout before there was preprocess, and an argument that is no tensor
         def infer_layout(self, layouts, extra_args=None):
+            assert extra_args == [3.0]
             return layouts[0]
     Same("CompatSame")
 
-    class Twice(hp.DFunction):
+    class Scaled(hp.DFunction):
         _op_name = "CompatSame"
 
         @staticmethod
-        def forward(ctx, x):
-            return 2 * x
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x * scale
 
         @staticmethod
         def backward(ctx, grad):
-            return 2 * grad
+            return grad * ctx.scale, None
     odd = distribute_tensor(x, mesh, (R, R)).redistribute(placements=(("tp", "dp"), "None"))  # tp splits first
-    out = Twice.apply(odd)
+    out = Scaled.apply(odd, 3.0)
     assert out.layout is odd.layout
-    equal(out, 2 * x)
+    equal(out, 3 * x)
+    equal(md.grad(lambda t: (Scaled.apply(t, 3.0) ** 2).sum())(odd), 18 * x)
 
 
 PLAN = ShardingPlan(

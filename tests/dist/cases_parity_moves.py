@@ -10,9 +10,9 @@ from mindspore import Tensor, mint
 
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, local_map, value_and_grad
-from ms_dtensor.errors import LayoutError, RedistributeError
+from ms_dtensor.errors import RedistributeError
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import counted, equal, refused_alike
+from tests.dist.support import counted, equal
 
 SIZES = [((12, 3), 0), ((13, 3), 0), ((14, 3), 0), ((3, 12), 1), ((3, 13), 1), ((3, 14), 1)]
 
@@ -135,14 +135,6 @@ def in_placements_given_or_taken_as_they_lie(world):
             out = fn(x, w)
         assert out.placements == (S(0),)
         equal(out, mint.matmul(X, W))
-
-
-def none_stands_for_arguments_that_are_no_dtensors(world):
-    x, w = _lying([S(0)], [R])
-    equal(local_map(lambda a, k: a * k, [S(0)], ([S(0)], None))(x, 2.0), X * 2)
-    local = local_map(mint.matmul, None, (None, None))(x.to_local(), w.to_local())
-    equal(DTensor.from_local(local, mesh_1d(), [S(0)]), mint.matmul(X, W))
-    refused_alike(world, lambda: local_map(mint.matmul, [S(0)], ([S(0)], None))(x, w), LayoutError)
 
 
 # -- register_sharding -------------------------------------------------------------------------------------------------------

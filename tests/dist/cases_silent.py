@@ -11,14 +11,14 @@ import threading
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, comm, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import array, check_against_one_device, counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import array, check_against_one_device, equal, refusal, same_on_all_ranks
 
 
 def counting(*shape: int) -> Tensor:
@@ -92,19 +92,6 @@ def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
-
-
-@case(world_size=4, timeout=120)
-def convolution_cut_on_space_or_channels(world, grid):
-    """Peer: runs on raw shards and claims a Replicate result of the global shape."""
-    x, w = data(3, 4, 6, 8, 7), data(4, 4, 6, 3, 3)
-    for pad, stride in ((0, 1), (1, 1), (1, 2)):
-        def conv(a, b, p=pad, s=stride):
-            return (ops.conv2d(a, b, stride=s, pad_mode="pad", padding=p) ** 2).mean()
-        for of_x, of_w in (((S(0), R), (R, R)), ((R, S(2)), (R, R)), ((R, S(3)), (R, R)), ((S(2), S(3)), (R, R)),
-                           ((R, S(1)), (R, S(1))), ((R, R), (R, S(0))), ((S(0), R), (R, S(0))), ((R, S(1)), (R, R)),
-                           ((R, R), (S(2), S(3)))):
-            check_against_one_device(conv, [x, w], [of_x, of_w], grid, f"padding {pad}, stride {stride}: {of_x} {of_w}")
 
 
 @case(world_size=4, timeout=120)
@@ -182,14 +169,6 @@ def cells_laid_out_in_another_order(world):
         refusal(lambda: apply(cells[world.rank == 2]), CollectiveMismatch)
 
 
-def replicas_that_differ(world, grid):
-    """Peer: accepted; `full_tensor()` then differs from rank to rank."""
-    checked = DTensor.from_local(data(world.rank, 3, 2), grid, [R, R], run_check=True)
-    equal(checked.full_tensor(), data(0, 3, 2), "coordinate 0's values")
-    mixed = DTensor.from_local(data(world.rank, 3, 2), grid, [S(0), R], run_check=True)
-    equal(mixed.full_tensor(), np.concatenate([data(r, 3, 2).asnumpy() for r in (0, 2)]))
-
-
 def implicit_replication_is_of_this_thread(world):
     """Peer: one flag for the whole process."""
     x, plain = placed(data(8, 4, 4), mesh_1d(), S(0)), data(9, 4, 4)
@@ -210,18 +189,6 @@ def implicit_replication_is_of_this_thread(world):
 
 
 # -- styles ---------------------------------------------------------------------------------------------------------
-
-
-def local_outputs_of_an_uneven_width(world, line):
-    """Peer: plain local tensors of different widths, without a warning."""
-    x = data(10, 3, 4)
-    for outputs in (6, 2):  # 2, 2, 2, 0 and 1, 1, 0, 0
-        layer = parallelize_module(mint.nn.Linear(4, outputs), line, ColwiseParallel())
-        assert "use_local_output=False" in same_on_all_ranks(world, refusal(lambda: layer(x), LayoutError))
-        plain = mint.nn.Linear(4, outputs)
-        layer = parallelize_module(plain, line, ColwiseParallel(use_local_output=False))
-        weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
-        equal(layer(x), mint.nn.functional.linear(x, weight, bias))
 
 
 def a_fused_qkv_is_split_globally(world, line):
@@ -264,19 +231,3 @@ def a_partial_used_three_times_is_reduced_once(world, line):
         return (mint.exp(p) + mint.sin(p) * mint.cos(p)).sum()
     count = check_against_one_device(three, [data(17, 8, 4)], [[S(0)]], line)
     assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
-
-
-def gradients_of_replicated_parameters_are_whole(world):
-    """Peer: they come back Partial, and an optimizer step reduces them three times."""
-    mesh = mesh_1d(4, "dp")
-    x = placed(data(18, 8, 4), mesh, S(0))
-    w = Parameter(placed(data(19, 5, 4), mesh, R), name="w")
-    b = Parameter(placed(data(20, 5), mesh, R), name="b")
-    with counted({("all_reduce", "backward"): 2}):
-        _, grads = value_and_grad(lambda t: (mint.nn.functional.linear(t, w, b) ** 2).mean(), None, [w, b])(x)
-    with counted() as count:
-        for p, g in zip((w, b), grads):
-            assert g.placements == (R,), g
-            same_on_all_ranks(world, repr(g.asnumpy().tobytes()))
-            ((g * g).sum() + (p - 0.1 * g).sum()).item()
-    assert not {k for k in count if k[0] != "all_gather_object"}, count
