@@ -12,8 +12,8 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh
-from ms_dtensor.errors import MixedOperandError, OpRuleError
+from ms_dtensor import Shard, distribute_tensor, init_device_mesh
+from ms_dtensor.errors import MixedOperandError
 from tests.borders import CALLS, EAGER_ONLY, compare
 from tests.msrun import PATIENCE, ROOT
 from tests.tiers import at_night
@@ -77,37 +77,6 @@ def test_other_capture_modes_refuse_too(tmp_path):
                "bytecode": "For 'ms.jit', what the function captures is a DTensor."}
     wanted = [f"{mode} {turn} {text}" for mode in modes for turn in range(2) for text in (argument, capture[mode])]
     assert told.splitlines() == wanted, told
-
-
-def test_gradient_positions_default_as_mindspores(x):
-    value, gradient = md.value_and_grad(lambda t: (t * t).sum())(x)
-    assert value.item() == 55 and isinstance(gradient, md.DTensor)
-    np.testing.assert_array_equal(gradient.to_local().asnumpy(), 2 * x.to_local().asnumpy())
-
-
-class Cube(DFunction):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        return 3 * x * x * grad
-
-
-class Wrong(Cube):
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-def test_check_gradients_of_one_argument():
-    sample = Tensor(np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32))
-    Cube.check_gradients(sample)
-    with pytest.raises(OpRuleError, match="the gradient of tensor 0 is wrong"):
-        Wrong.check_gradients(sample)
 
 
 def test_an_array_that_meets_a_dtensor_is_named(x):

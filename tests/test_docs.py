@@ -29,7 +29,7 @@ SITE = DOCS / "site" / "mkdocs.yml"
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "model_zoo/llama/README.md"]
 PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose Python runs below, in one process
-HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1,
+HERE = {"checkpoints": 3, "concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1,
         "howto/predict": 2, "howto/dry_run": 1, "howto/several_nodes": 1, "howto/ascend": 1}
 PROGRAMS = {"python", "python3.11", "msrun", "pip", "source", "cd", "export", "git", "mkdocs", "srun"}
 name_of = {page: str(page.relative_to(ROOT)) for page in (*OUTSIDE, *PAGES)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections import namedtuple
-from pathlib import Path
 
 import mindspore as ms
 import ml_dtypes
@@ -288,22 +287,6 @@ def test_a_cast_keeps_what_is_not_finite(tmp_path):
     assert np.array_equal(target["w"], np.array([np.inf, -np.inf, np.nan, 0.1], np.float16), equal_nan=True)
 
 
-def test_a_folder_of_steps_is_no_checkpoint_and_a_checkpoint_none_of_steps(tmp_path):
-    checkpoint.save({"a": 1}, tmp_path / "one")
-    with pytest.raises(CheckpointError, match="one' is itself a checkpoint, of no step"):
-        checkpoint.save({"a": 2}, tmp_path / "one", step=1)
-    checkpoint.save({"a": 3}, tmp_path / "run", step=1)
-    with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
-        checkpoint.save({"a": 4}, tmp_path / "run")
-    (tmp_path / "one" / "index.json").rename(tmp_path / "run" / "index.json")
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="other things in it"):
-        checkpoint.save({"a": 5}, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="run', there are two checkpoints: the folder is one, and 'step-00000001'"):
-        checkpoint.load({"a": 0}, tmp_path / "run")
-    assert (tmp_path / "run" / "notes.txt").exists() and (tmp_path / "run" / "step-00000001").is_dir()
-
-
 def test_an_index_larger_than_any_is_not_read(tmp_path):
     checkpoint.save({"a": 1}, tmp_path / "a")
     os.truncate(tmp_path / "a" / "index.json", (1 << 30) + 1)
@@ -319,15 +302,6 @@ def test_leaves_keep_their_gradients_and_a_dtensors_memo_goes(tmp_path):
     checkpoint.load({"w": w}, tmp_path / "a")
     loss, grads = md.value_and_grad(lambda: (w * w).sum(), None, [w])()
     assert np.allclose(grads[0].full_tensor().asnumpy(), 2 * numbers(np.float32, (3, 2)))
-
-
-def test_the_page_runs_as_it_stands():
-    page = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    assert blocks
-    names: dict = {}
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("draw", [lambda: ms.ops.randn(3), lambda: ms.ops.standard_normal((3,)),

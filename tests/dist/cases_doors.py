@@ -7,12 +7,12 @@ import operator
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, debug, distribute_tensor, loss_parallel, replicate, value_and_grad
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
-from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -126,22 +126,6 @@ def styles_after_replicate_are_refused_with_the_order(world):
     told = refused_alike(world, lambda: md.parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
     assert net.weight is before and "parallelize_module(...) first, then replicate" in told
     assert "either order" not in replicate.__doc__ and "after tensor-parallel styles" in replicate.__doc__
-
-
-def a_derivative_of_a_buckets_gradient_is_refused_alike(world):
-    product = Built(lambda c, t: mint.matmul(t, c.weight), weight=Parameter(data(9, 6, 4), name="weight"))
-    net = replicate(product, mesh=mesh_1d(4, "dp"))
-    x = distribute_tensor(data(8, 8, 6), mesh_1d(4, "dp"), [S(0)])
-
-    def norm(t):
-        grads = value_and_grad(lambda t: (net(t) ** 3).sum(), None, net.trainable_params())(t)[1]
-        return (grads[0] ** 2).sum()
-    with counted() as count:
-        told = refusal(lambda: value_and_grad(norm, 0)(x), OpRuleError)
-    assert "a derivative of a parameter's gradient was asked for" in told and "distribute_module" in told, told
-    assert not count, count
-    same_on_all_ranks(world, told)
-    value_and_grad(lambda t: (net(t) ** 3).sum(), None, net.trainable_params())(x)  # and it goes on
 
 
 def methods_and_augmented_assignment_give_what_one_device_gives(world):

@@ -88,8 +88,6 @@ def both(**how):
     return mesh, cut_up(filled(Net()), mesh, **how), filled(Net())
 
 
-
-
 def one_collective_a_unit_and_direction(world):
     mesh, net, plain = both()
     assert "Parameter 'blocks.0.up.weight', f32[10@dp, 6]" in repr(net.blocks[0].up.weight)

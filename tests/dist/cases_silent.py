@@ -114,25 +114,6 @@ def cross_entropy_with_uneven_counts(world, line):
 # -- random numbers -------------------------------------------------------------------------------------------------
 
 
-def shards_draw_different_numbers_and_replicas_equal_ones(world, line, grid):
-    """Peer: on CPU every shard draws the same numbers, or replicas differ; never those of one device."""
-    ones = Tensor(np.ones((8, 6), np.float32))
-    drawn = {"rand": lambda m, *p: md.rand(8, 6, device_mesh=m, placements=p),
-             "randn": lambda m, *p: md.randn(8, 6, device_mesh=m, placements=p),
-             "dropout": lambda m, *p: ops.dropout(placed(ones, m, *p), 0.5),
-             "nn.Dropout": lambda m, *p: nn.Dropout(p=0.5).set_train()(placed(ones, m, *p)),
-             "rand_like": lambda m, *p: ops.rand_like(placed(ones, m, *p))}
-    for what, draw in drawn.items():
-        values = []
-        for mesh, placements in ((line, (R,)), (line, (S(0),)), (line, (S(1),)), (grid, (S(1), S(0))), (grid, (S(0), S(0)))):
-            md.manual_seed(5)
-            values.append(array(draw(mesh, *placements)))
-        for other in values[1:]:
-            assert np.array_equal(values[0], other), f"{what}: another mesh, another tensor"
-        assert not np.array_equal(values[0][:2], values[0][2:4]), f"{what}: two shards with the same numbers"
-        same_on_all_ranks(world, repr(values[0].tobytes()))
-
-
 # -- entering and leaving -------------------------------------------------------------------------------------------
 
 
