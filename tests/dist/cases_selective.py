@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import mindspore as ms
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, parallelize_module, replicate, value_and_grad
@@ -62,6 +62,29 @@ def cells_that_a_recomputed_one_is_given_are_whole_when_it_runs_again(world):
         net = whole(given(), mesh)
         checkpoint_wrapper(net.body, save=save)
         assert same_step(net, plain, mesh) == want, save
+
+
+def what_a_forward_makes_may_call_any_cell_when_it_runs_again(world):
+    """A function, or a cell made in the forward, knows the model's cells by closure: these have no others' weights, either."""
+    def given(again):
+        def run(c, x):
+            return again(lambda x: c.down(mint.tanh(c.up(x))) + c.scale, x)
+        return filled(Built(run, up=nn.Dense(5, 6), down=nn.Dense(6, 5), scale=Parameter(Tensor([0.0] * 5), name="scale")))
+
+    def made(save):
+        return lambda body, x: checkpoint_wrapper(Built(lambda c, x: body(x)), save=save)(x)
+
+    def function(body, x):
+        return ms.recompute(body, x, use_reentrant=False)
+
+    def shorter(net, mesh):
+        return replicate(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(ms.float16, ms.float32))
+    mesh = fsdp()
+    for cut, rtol in ((whole, 2e-5), (divided, 2e-5), (shorter, 1e-2)):
+        plain = given(lambda body, x: body(x))
+        want = same_step(cut(given(lambda body, x: body(x)), mesh), plain, mesh, rtol=rtol)
+        for again in (made(None), made(["matmul"]), function):
+            assert same_step(cut(given(again), mesh), plain, mesh, rtol=rtol) == want, (cut, again)
 
 
 def kept_moves_are_not_sent_again(world, grid):

@@ -38,7 +38,7 @@ from ..memo import times_written
 from ..operands import detached, leaf_of, local_alias, recording, wrap
 
 # Whose cells run now, outermost first. Each has `again(cells)`, inside which it has put tensors in the place of parameters
-# anew for all in these, and which gives who did; and `stands`, whether there are such tensors.
+# anew for all that these may read, and which gives who did.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 # Of what the gradients of the forward under way will be, as ids; None: who asks for what is said when it is over.
 sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", default=None)
@@ -136,9 +136,6 @@ class _Forward:
         self.regions: list[_Kept] = []  # calls of excluded functions, in order
         self.number = 0  # how far the second run is in `wanted`
         self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
-        if cell is None and any(whose.stands for whose in self.present):
-            raise ConfigError("For 'recompute', a function inside a sharded cell was given.", str(run),
-                              "Its parameters are gathered by cell when it runs again.", "recompute(cell, ...) of a cell")
 
     # -- the first run -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from mindspore import Tensor, nn, ops
 
@@ -35,7 +35,7 @@ from .reduce import in_order
 from .rooms import Room
 from .stand_in import lend, standing
 from .sums import blank, is_blank
-from .unit import State, Unit
+from .unit import State, Unit, cells_in
 
 UNIT = "_ms_dtensor_unit"  # cell attribute: its `Unit`
 
@@ -53,18 +53,6 @@ def runs_as_unit(given: Callable) -> Callable:
         outputs = unit.policy.cast_output(outputs)
         return map_leaves(call.entrance, outputs, Tensor) if call.recorded else outputs
     return run
-
-
-def cells_in(*cells: nn.Cell) -> Iterator[nn.Cell]:
-    """Cells and those inside, each once, in the order of `cells_and_names`, which makes names and takes several times as
-    long."""
-    seen, left = set[int](), list(reversed(cells))
-    while left:
-        one = left.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            left += [inside for inside in reversed(one._cells.values()) if inside is not None]
 
 
 def units_of(*cells: nn.Cell) -> list[Unit]:
@@ -93,7 +81,6 @@ class Call:
         self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
         if self.holding is not None and unit.local:
             raise local.no_parts(unit)
-        self.stands = bool(unit.standing)  # whether other tensors stand in the place of parameters
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen vectors, for which copies stand
@@ -282,14 +269,17 @@ class Call:
 
     @contextmanager
     def again(self, cells: Sequence[nn.Cell]) -> Iterator[Call]:
-        """The whole tensors stand once more in the slots of cells that run again in the backward; of a function, which runs
-        again only where nothing stands, there are none."""
-        slots = self._slots_in(cells)
+        """The whole tensors stand once more in the slots of cells that run again in the backward. A function, or a cell that
+        is none of the unit's, as it was made in their forward, may call any of these."""
+        known = cells and cells[0] in self.unit.inside
+        slots = self._slots_in(cells) if known else self.unit.standing
         call = Call(self.unit)
         self.enter()
         self.unit.unshard("backward", rooms=self.rooms)  # if it has others, too
-        call.rooms = self.rooms
-        with standing(call, slots, call._made(slots)):
+        call.recorded, call.rooms = self.recorded, self.rooms
+        with nullcontext() if self.recorded else no_grad():
+            made = call._made(slots)
+        with standing(call, slots, made):
             yield call
 
     def apart(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -84,16 +84,20 @@ def standing(call: Call, slots: list, stand_ins: dict[int, Tensor]) -> Iterator[
         x.set_data = x.assign_value = functools.partial(_take, given, k, weakref.ref(x))
         memo_of(x.inited_param).stood_for = functools.partial(call.renew, x)
 
-    def put(held: Callable) -> None:
-        for cell, key, p in slots:
-            cell._params[key] = held(p)
+    before = [cell._params[key] for cell, key, _ in slots]  # others, where a gradient is taken inside of a forward
+
+    def put(held: Iterable) -> None:
+        for (cell, key, _), x in zip(slots, held):
+            cell._params[key] = x
             if key in cell.__dict__:
-                cell.__dict__[key] = held(p)
-    put(lambda p: stand_ins[id(p)])
+                cell.__dict__[key] = x
+    put(stand_ins[id(p)] for _, _, p in slots)
+    call.unit.runs += 1
     try:
         yield
     finally:
-        put(lambda p: p)
+        call.unit.runs -= 1
+        put(before)
         for k, x in watched.items():
             memo_of(x.inited_param).stood_for = None
             if k in given or written_since(x, versions[k]):  # also where the cell has raised, as on one device

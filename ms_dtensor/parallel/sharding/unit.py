@@ -10,10 +10,12 @@ or from what Python has forgotten, so it is the same on every rank.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,6 +107,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
         self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
+        self.runs = 0  # how many of its cells run now, or run again, and read what stands in the place of parameters
         self.differentiated = False  # a backward that read the parameters is differentiated; till then they stay whole
         self.blocks = self._made()
         self.place = {id(p): (block, i) for block in self.blocks for i, p in enumerate(block.params)}  # of cut ones
@@ -152,6 +155,11 @@ class Unit:
         out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.scale = \
             self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.scale
         return out
+
+    @functools.cached_property
+    def inside(self) -> weakref.WeakSet[nn.Cell]:
+        """Its cells, and those in them."""
+        return weakref.WeakSet(cells_in(*self.cells))
 
     @property
     def whole(self) -> bool:
@@ -286,7 +294,8 @@ class Unit:
         """A backward has ended, which some calls may have left by no door of ours."""
         if self.entered or self.state is State.GATHERING:
             self.entered.clear()
-            self.reshard()
+            if not self.runs:  # else it was one inside of a forward, which reads on
+                self.reshard()
 
     def _rewritten(self) -> bool:
         return any(block.rewritten() for block in self.blocks)
@@ -323,6 +332,18 @@ class Unit:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} have got another dtype since.",
                               ", ".join(other), "A unit gathers in the dtypes that it was given.",
                               (f"set_dtype before {self.who}", "MixedPrecisionPolicy(param_dtype=...)"))
+
+
+def cells_in(*cells: nn.Cell) -> Iterator[nn.Cell]:
+    """Cells and those inside, each once, in the order of `cells_and_names`, which makes names and takes several times as
+    long."""
+    seen, left = set[int](), list(reversed(cells))
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [inside for inside in reversed(one._cells.values()) if inside is not None]
 
 
 def _gathered(layout: Layout, axes: tuple[int, ...], dtype: str) -> Layout:
