@@ -376,7 +376,7 @@ def test_a_gradient_inside_of_a_forward_leaves_what_that_reads(spread):
     net = md.replicate(net, mesh=one_rank(), mp_policy=policy) if spread == "mixed" else SPREAD[spread](net)
     out, want = net(Tensor(ROWS)), plain(Tensor(ROWS))
     assert np.allclose(out.asnumpy() if spread == "no mesh" else out.full_tensor().asnumpy(), want.asnumpy(), 1e-4, 1e-5)
-    check(net, plain, 1e-3)
+    check(net, plain, 1e-2)
 
 
 def test_a_list_of_blocks_is_refused_by_what_it_is():

@@ -72,16 +72,15 @@ def write(target: Array, value: Array) -> None:
         return  # NumPy crashes where it copies no elements of MindSpore's bfloat16
     if isinstance(target, np.ndarray):
         target[...] = value
-    elif not on_cpu():
+        return
+    if not on_cpu():
         target.copy_(value.astype(target.dtype))
-        stepped(target)
+    elif (view := local_view(target)) is not None:
+        np.copyto(view, value.reshape(-1), casting="unsafe")
     else:
-        view = local_view(target)
-        if view is not None:
-            np.copyto(view, value.reshape(-1), casting="unsafe")
-        else:
-            dtype = local_array(target).dtype
-            ops.assign(target, Tensor(np.ascontiguousarray(value.astype(dtype)).reshape(target._shape)))
+        dtype = local_array(target).dtype
+        ops.assign(target, Tensor(np.ascontiguousarray(value.astype(dtype)).reshape(target._shape)))
+    stepped(target)
 
 
 def chunks(first: Array, *others: Array | None) -> Iterator[tuple]:
@@ -120,6 +119,8 @@ def opened(param, master: Array | None) -> Iterator[Array]:
         yield array
         if view is None:
             write(param, array)
+        else:
+            stepped(param)
         return
     if on_cpu():
         now = local_array(param).reshape(master.shape)

@@ -2,6 +2,8 @@
 """`fully_shard` from step to step: what stays gathered, what is owed, what raised, and what changed in between."""
 from __future__ import annotations
 
+import itertools
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -51,13 +53,15 @@ def what_neighbours_keep_is_not_used_for_the_next_step(world):
 
 
 def kept_parameters_are_gathered_again_when_they_were_changed(world):
-    for build in sampled((lambda ps: optim.AdamW(ps, 0.1), lambda ps: nn.SGD(ps, 0.1)), 2):
+    """Also where the gathering is under way while an optimizer steps."""
+    for build, under_way in sampled(itertools.product((lambda ps: optim.AdamW(ps, 0.1), lambda ps: nn.SGD(ps, 0.1)),
+                                                      (True, False)), 3):
         mesh, net, plain = both()
         one, many = build(plain.trainable_params()), build(net.trainable_params())
         grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
         wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
         for block in net.blocks:
-            block.unshard()
+            block.unshard(async_op=under_way)
         many(tuple(grads))
         one(tuple(wanted))
         with counted() as count:

@@ -223,7 +223,8 @@ class Block:
     def start(self, phase: str, ahead: bool, when: str) -> None:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
-        own, kept = list(map(local_alias, self.params)), self._packed_by_forward() if phase == "backward" else None
+        own = list(map(local_alias, self.params))
+        kept = None if phase != "backward" or self._own is None or self.stale() else self._own
         self._gathered = self._writes()
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
@@ -238,14 +239,14 @@ class Block:
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
-    def _packed_by_forward(self) -> Tensor | None:
-        """This rank's row, if it is kept and nobody has written a shard since."""
-        return self._own if self._own is not None and self._gathered == self._writes() else None
-
     def _writes(self) -> list[tuple[int, int, int]]:
         """How often each shard was written: as a DTensor, by an optimizer, as a local tensor."""
         return [(0, 0, p._version) if (memo := p._memo) is None else (memo.written, memo.stepped, p._version)
                 for p in self.params]
+
+    def stale(self) -> bool:
+        """Whether a shard was written since it was gathered."""
+        return self._gathered != self._writes()
 
     def rewritten(self) -> bool:
         """Whether a shard was written since it was gathered, other than by an optimizer or as a local tensor."""
@@ -333,7 +334,7 @@ class Block:
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         if executing() is not None:
-            return self._gathered != self._writes()
+            return self.stale()
         ops = self._ops
         with NoFallbackGuard():
             return any(not same_bits(ops.tensor(ops.cast(ops.of(local_alias(p)), self.dtype)), mine)

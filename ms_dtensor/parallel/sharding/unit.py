@@ -283,12 +283,17 @@ class Unit:
         self.entered.clear()
         self.reshard()
         self.reduction.begin()
-        if self.kept_by_user and self.whole:
-            mine = any([block.changed() for block in self.blocks])
-            with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=self.label):
-                changed = self.mesh.get_group().all_reduce(Tensor(np.array([mine], np.float32)), "max")
-            if mine if executing() is not None else changed.asnumpy()[0]:
-                self.reshard(forced=True)
+        if self.kept_by_user and self._changed():
+            self.reshard(forced=True)
+
+    def _changed(self) -> bool:
+        """Whether shards are no longer what the user had gathered; of what is on its way, as far as the program tells."""
+        if not self.whole:
+            return any(block.stale() for block in self.blocks)
+        mine = any([block.changed() for block in self.blocks])
+        with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=self.label):
+            changed = self.mesh.get_group().all_reduce(Tensor(np.array([mine], np.float32)), "max")
+        return mine if executing() is not None else bool(changed.asnumpy()[0])
 
     def end_backward(self) -> None:
         """A backward has ended, which some calls may have left by no door of ours."""
