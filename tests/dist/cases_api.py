@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, mint, nn, ops
+from mindspore import mint
 
 import ms_dtensor as md
 from ms_dtensor import DeviceMesh, DTensor, distribute_tensor, init_device_mesh, local_map
@@ -84,39 +84,6 @@ def ranges_identities_and_tensors_like_others(world):
                 md.manual_seed(9)
                 values.append(make(7, 5, dtype=dtype, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
             assert all(np.array_equal(values[0], v) for v in values) and values[0].dtype == str(dtype).lower()
-
-
-# -- distribute_module -------------------------------------------------------------------------------------------
-class Net(nn.Cell):
-    """Two layers, the same on every rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Dense(4, 8), nn.Dense(8, 4)
-        for cell in (self.first, self.second):
-            cell.weight.set_data(data(cell.weight.shape[0], *cell.weight.shape))
-            cell.bias.set_data(data(cell.bias.shape[0] + 1, *cell.bias.shape))
-
-    def construct(self, x):
-        return self.second(ops.relu(self.first(x)))
-
-
-def distribute_module_hooks_get_the_mesh(world, line):
-    x = data(3, 8, 4)
-    plain, seen = Net(), []
-
-    def partition(name, cell, on):
-        seen.append(name)
-        if name == "first":
-            cell._params["weight"] = Parameter(distribute_tensor(cell.weight, on, [S(0)]), name=cell.weight.name)
-
-    net = md.distribute_module(Net(), line, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
-                            lambda cell, outputs, on: outputs.full_tensor())
-    assert seen == ["", "first", "second"]
-    assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (R,)
-    assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
-    equal(net(x), plain(x))
-    refused(world, LayoutError, "must take 3 arguments", lambda: md.distribute_module(Net(), line, None, lambda a: a))
 
 
 # -- local_map, register_sharding ----------------------------------------------------------------------------------

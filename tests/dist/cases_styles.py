@@ -181,9 +181,10 @@ def a_backward_that_raised_leaves_nothing_in_a_bucket(world):
 
 def distribute_module_replicates_what_is_left(world, grid):
     net = fill(Mlp("nn"), seed=world.rank)
-    seen = []
+    seen, asked = [], []
 
     def partition(name, cell, mesh):
+        asked.append(name)
         if name == "up":
             weight = cell._params["weight"]
             cell._params["weight"] = Parameter(distribute_tensor(weight, mesh, [R, S(0)]), name=weight.name)
@@ -191,6 +192,7 @@ def distribute_module_replicates_what_is_left(world, grid):
                       lambda cell, outputs, mesh: seen.append(outputs.layout) or outputs.full_tensor())
     x = data(5, 4, 12)
     out = net(x)
+    assert asked == [name for name, _ in net.cells_and_names()]
     assert type(out) is Tensor and seen and net.up.weight.placements == (R, S(0))
     equal(out, fill(Mlp("nn"), seed=0)(x))
     assert all(isinstance(p, DTensor) for p in net.get_parameters())
