@@ -12,6 +12,7 @@ OPS, SHARDING, LLAMA = "ms_dtensor/ops", "ms_dtensor/parallel/sharding", "model_
 KEPT = "tests/sharding/cases_written.py"
 EXECUTE = "ms_dtensor/redistribute/execute.py"
 JOINED = "tests/zoo/cases_joined.py"
+LEFT, FIRST_STEP = "tests/sharding/cases_left_behind.py", "tests/pipeline/cases_errors.py -k first_step"
 
 PUSH_FAULTS = [
     Fault("a mean of means", f"{OPS}/rules/reduce.py", "tests/dist/cases_core.py -k gradients_of_an_mlp",
@@ -57,6 +58,31 @@ PUSH_FAULTS = [
           "tests/sharding/cases_micro_batches.py",
           "        if not self.sync or not (self._owed or self.owed_shards or self.past):",
           "        if self.sync or not self._owed:"),
+    Fault("what raised keeps a unit's memory", f"{SHARDING}/unit.py", f"{LEFT} -k memory",
+          "        self.differentiated = False\n        self.reshard()\n        self.reduction.abandon()\n",
+          "        self.differentiated = False\n        self.reduction.abandon()\n"),
+    Fault("sums that were under way reach the next step", f"{SHARDING}/reduce.py", f"{LEFT} -k under_way",
+          "        self._due, self._handed, self._past_here = [], {}, set()\n", "        self._past_here = set()\n"),
+    Fault("what is owed outlives a step that raised", f"{SHARDING}/reduce.py", f"{LEFT} -k axis_that_cuts",
+          "        self.forget()\n        self.read.clear()\n", "        self.read.clear()\n"),
+    Fault("what was read outlives a step that raised", f"{SHARDING}/reduce.py", f"{LEFT} -k different_places",
+          "        self.forget()\n        self.read.clear()\n", "        self.forget()\n"),
+    Fault("an inner gradient's end takes the memory", f"{SHARDING}/unit.py",
+          "tests/test_recompute.py -k inside_of_a_forward", " or self.runs) and not forced", ") and not forced"),
+    Fault("gathered ahead of an optimizer's step", f"{SHARDING}/unit.py",
+          "tests/dist/cases_fsdp_steps.py -k kept_parameters_are",
+          "            return any(block.stale() for block in self.blocks)\n", "            return False\n"),
+    Fault("local weights past the outputs pass", f"{SHARDING}/call.py",
+          "tests/sharding/cases_past_outputs.py -k local_weights",
+          "        if self not in unit.entered and not unit.has(self.rooms):\n", "        if False:\n"),
+    Fault("copies of kept weights do not follow these", f"{SHARDING}/call.py", f"{KEPT} -k another_dtype",
+          "            write(local_alias(x), local_alias(x.inited_param))\n", "            pass\n"),
+    Fault("what a cell hands out lies in its room", f"{SHARDING}/call.py", "tests/sharding/cases_rooms.py -k hands_out",
+          'lies = getattr(getattr(x, "_memo", None), "lent", None) is not None', "lies = False"),
+    Fault("units are not given up", "ms_dtensor/pipeline/step.py", FIRST_STEP,
+          "            for unit in units_of(stage.module):\n                unit.give_up()\n", ""),
+    Fault("edges remember", "ms_dtensor/pipeline/step.py", FIRST_STEP,
+          "        self.schedule.edges.forget()", "        pass"),
     Fault("constants that MindSpore keeps lie in memory that goes", "ms_dtensor/dispatch/constants.py",
           f"{KEPT} -k frozen_weights", "    return op not in _LETS_GO and (", "    return False and ("),
     Fault("constants of local cells are not looked at", "ms_dtensor/dispatch/patches/__init__.py",

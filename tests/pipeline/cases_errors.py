@@ -10,6 +10,7 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.errors import CollectiveMismatch, CommError, PeerLost
 from ms_dtensor.internals.names import Function
+from ms_dtensor.parallel.sharding.call import units_of
 from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
 from ms_dtensor.pipeline.step import Step
 from ms_dtensor.pipeline.transfer import Edge
@@ -125,6 +126,23 @@ def struck(world, names, places, over=(None,), one_of: int = 1) -> None:
             broken_step(schedule, Fault(where, after) if world.rank == rank else None, x, t)
             told(CommError, "ranks have left a step", lambda: comm.group(range(world.size)).barrier())
             right(schedule, want, "after", t, args=(x,))
+
+
+@case(2)
+def a_first_step_that_raises_leaves_nothing(world):
+    """One end of a border knows already what comes, the other does not; a unit is whole for backwards that will not come."""
+    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    kind, net = KINDS["1f1b"][0], filled(Net())
+    want = one_device(net, False)
+    cut = pipeline(net, mesh["pp"], n_stages=2, style=style_of("1f1b"))
+    for stage in cut:
+        md.fully_shard(stage.module, mesh=mesh["dp"], reshard_after_forward=False)
+    x, t = (md.distribute_tensor(Tensor(a), mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (X, T))
+    schedule = kind(cut, 4, loss_fn)
+    broken_step(schedule, Fault("receive", 0) if world.rank == 1 else None, x, t)
+    told(CommError, "ranks have left a step", lambda: comm.group(range(world.size)).barrier())
+    assert not any(unit.whole for stage in cut for unit in units_of(stage.module))
+    right(schedule, want, "after", t, args=(x,))
 
 
 @case(2)

@@ -6,9 +6,11 @@ import itertools
 
 from mindspore import mint, nn, ops
 
+from ms_dtensor import DTensor, Replicate, fully_shard, value_and_grad
+from ms_dtensor.errors import LayoutError
 from tests.cases import case, cases
-from tests.dist.support import crossed, each, set_trained
-from tests.sharding.support import WAYS, alike, data_mesh, filled, twins
+from tests.dist.support import crossed, each, refusal, set_trained
+from tests.sharding.support import WAYS, alike, data_mesh, filled, rows_of, twins
 from tests.tiers import sampled
 
 
@@ -122,3 +124,29 @@ def an_output_of_no_container_that_a_loss_reads(world):
     def steps(way, frozen, cells):
         plain, net = twins(lambda: Wrapped(frozen), way, mesh, cells)
         alike(net, plain, mesh, lambda n: lambda x: (n(x).x ** 2).mean())
+
+
+class Unseen(nn.Cell):
+    """What it computes of its local weight reaches the loss by an attribute alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Dense(4, 4)
+
+    def construct(self, x):
+        weight = self.low.weight.to_local(grad_placements=[Replicate()])
+        self.seen = DTensor.from_local(mint.tanh(weight), self.low.weight.device_mesh, [Replicate()])
+        return self.low(x)
+
+
+@case(2)
+def local_weights_that_reach_the_loss_alone_are_refused(world):
+    """Nobody sees when their backward reads the memory that they lay in."""
+    mesh, net = data_mesh(world), filled(Unseen())
+    fully_shard(net, mesh=mesh)
+
+    def loss(x):
+        net(x)
+        return (net.seen ** 2).sum()
+    text = refusal(lambda: value_and_grad(loss, None, net.trainable_params())(rows_of(mesh)), LayoutError)
+    assert "past the cell's outputs" in text and "reshard_after_forward=False" in text, text

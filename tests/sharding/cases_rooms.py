@@ -165,3 +165,35 @@ def one_gradient_of_both(world):
                 for (want, (dx, grads)), rtol in known:
                     equal_each((got, got_dx, *got_grads), (want, dx, *grads),
                                ("value", "gradient of the input", *net.trainable_params()), f"step {step}", rtol)
+
+
+class Tied(nn.Cell):
+    """Hands out its weight, and a view of it, for others to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(3, np.float32)
+
+    def construct(self, x):
+        return mint.tanh(Product.apply(x, self.w)), self.w, mint.transpose(self.w, 0, 1)
+
+
+@case(2)
+def weights_that_a_cell_hands_out_have_memory_of_their_own(world):
+    """The room is another cell's next."""
+    with rehearsed(clock=False):
+        mesh = data_mesh(world, "npu")
+        plain, net = (nn.SequentialCell(Tied(), Inner(4, np.float32)) for _ in range(2))
+        for cell in (*net, net):
+            md.fully_shard(cell, mesh=mesh)
+
+        def loss(n):
+            def of(x):
+                y, w, turned = n[0](x)
+                y = n[1](y)
+                return (mint.matmul(mint.matmul(y, w), turned) ** 2).mean()
+            return of
+        want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(X[0]))
+        got = md.value_and_grad(loss(net), None, net.trainable_params())(rows_of(mesh, X[0]))
+        equal(got[0], want[0], "loss")
+        equal_each(got[1], want[1], net.trainable_params())

@@ -20,7 +20,7 @@ import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
 from tests.cases import case, cases
 from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, set_trained
-from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, rows_of, sharded, twins
+from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
 
@@ -85,6 +85,19 @@ def momentum(world, how: str, unfreeze: bool) -> None:
                 set_trained(True, plain.key, net.key)
             alike(net, plain, mesh, what=f"step {step}")
             equal(net(own_rows(mesh)), plain(Tensor(ROWS)), f"forward of step {step}")
+            equal_values(net, plain, f"step {step}: value")
+
+
+@case(2)
+def momentum_encoder_of_kept_weights_in_another_dtype(world):
+    """A copy stands in the place of each, and follows what is written to the weight itself."""
+    mesh, policy = data_mesh(world), md.MixedPrecisionPolicy(ms.float64, ms.float64, ms.float32)
+
+    @each(WRITERS)
+    def steps(how):
+        plain, net = twins(lambda: Momentum(how), replicated(mp_policy=policy), mesh, "")
+        for step in range(2):
+            alike(net, plain, mesh, what=f"step {step}", rtol=1e-4)
             equal_values(net, plain, f"step {step}: value")
 
 

@@ -88,6 +88,7 @@ class Call:
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
         self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
         self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
+        self.taken: dict[int, Tensor] = {}  # summands of gradients that autograd knows as blanks, by id of the parameter
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
         self.before: Call | None = None  # in the step
         self.last: Call | None = None  # if this is the step, inside of it
@@ -288,10 +289,7 @@ class Call:
         if on_cpu():
             lies = any(block.memory.holds(x) for block in unit.blocks)
         else:  # its address would wait for the device
-            seen = x
-            while isinstance(seen, DTensor) and seen._memo is not None and seen._memo.view_of is not None:
-                seen = seen._memo.view_of[0]
-            lies = getattr(getattr(seen, "_memo", None), "lent", None) is not None
+            lies = getattr(getattr(x, "_memo", None), "lent", None) is not None
         return x * 1 if lies else x
 
     def way_out(self, x: Tensor) -> Tensor:
@@ -336,15 +334,14 @@ class Call:
             other.prefetch("backward")
 
     def _take(self, key: int, grad: Tensor) -> Tensor | None:
-        unit = self.unit
-        if (self, key) in unit.reduction.taken:  # autograd adds up uses before; one more goes to it
+        if key in self.taken:  # autograd adds up uses before; one more goes to it
             return None
-        unit.reduction.taken[self, key] = grad
-        return blank(grad._shape, unit.place[key][0].reduce_dtype)
+        self.taken[key] = grad
+        return blank(grad._shape, self.unit.place[key][0].reduce_dtype)
 
     def summand(self, key: int, grad: Tensor) -> Tensor:
         """A parameter's gradient: what autograd has, and what was kept."""
-        kept = self.unit.reduction.taken.pop((self, key), None)
+        kept = self.taken.pop(key, None)
         if kept is None:
             return grad
         with NoFallbackGuard():

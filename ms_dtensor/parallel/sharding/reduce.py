@@ -25,7 +25,7 @@ from ... import comm
 from ...comm.packing import ArrayOps, TensorOps, add_into, added, cast, copy, numpy_dtype, write
 from ...comm.pretended import executing
 from ...dispatch.memo import memo_of
-from ...dispatch.patches.gradients import REDUCED_BY, asked_for
+from ...dispatch.patches.gradients import REDUCED_BY, asked_for, in_this_gradient
 from ...dispatch.patches.hooks import run_hooks
 from ...dispatch.patches.recomputed import weakly
 from ...errors import OpRuleError
@@ -36,7 +36,6 @@ from .sums import Sums, add_main, blank, fresh, gradient, is_blank
 
 if TYPE_CHECKING:
     from .block import Block
-    from .call import Call
     from .unit import Unit
 
 # what has arrived in the backward under way, to be completed at its end: the reductions, and names in order of arrival
@@ -67,8 +66,6 @@ class Bucket:
 
     def put(self, number: int, grad: Tensor) -> Tensor:
         """The gradient as the caller gets it, storage of its own into which the sum is written later."""
-        if number in self.handed:  # left behind by a backward that raised
-            self.forget()
         dtype = self.dtype or grad.dtype
         if self.flat is None:
             self.flat = self._memory(self.starts[-1], dtype)
@@ -144,7 +141,6 @@ class Reduction:
             self.scale /= unit.mesh.size()
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
-        self.taken: dict[tuple[Call, int], Tensor] = {}  # of cut parameters, by id, what autograd knows as blanks
         self._due: list[Sums] = []  # of cut parameters, under way
         self._handed: dict[int, Tensor] = {}  # gradients of cut parameters, which these complete
         for p in self.params.values():
@@ -265,6 +261,7 @@ class Reduction:
 
     def _keep(self, key: int, grad: Tensor) -> Tensor:
         """This rank's summand of the gradient of a kept parameter has arrived."""
+        in_this_gradient.add(self.unit)  # no cell of it need have run
         self.check()
         param = self.params[key]
         if not asked_for(param):
@@ -281,6 +278,7 @@ class Reduction:
 
     def _hand_out(self, key: int, grad: Tensor) -> Tensor:
         """On a device: where the sum will lie, or storage of its own, to which sums are added when the caller has it."""
+        in_this_gradient.add(self.unit)
         with NoFallbackGuard():
             self._opened()
             sums = [each for each in self._due if key in each.numbers]
@@ -374,9 +372,7 @@ class Reduction:
             bucket.finish(self.scale, self.main)
 
     def begin(self) -> None:
-        """A forward begins: what is still there was left behind by a backward that raised."""
-        if any(bucket.handed for bucket in self.buckets) or self._handed or self._due:
-            self._drop()
+        """A forward begins; other parameters may be trained than in the last one."""
         self._listen()
         self._make_buckets()
 
@@ -393,15 +389,12 @@ class Reduction:
         self._owed, self.owed_shards, self.past = {}, {}, {}
 
     def abandon(self) -> None:
-        """The backward has raised."""
+        """The gradient has raised: nothing is left of what has arrived, or is owed."""
         self.forget()
-        self._drop()
-
-    def _drop(self) -> None:
         self.read.clear()
         for bucket in self.buckets:
             bucket.forget()
-        self._due, self._handed, self.taken, self._past_here = [], {}, {}, set()
+        self._due, self._handed, self._past_here = [], {}, set()
         held = _open.get()
         if held is not None:
             held[0].pop(self, None)
@@ -423,7 +416,7 @@ def in_order(names: list[str]) -> str:
 def complete() -> None:
     """The backward has ended: all that has arrived in it is completed; a second call does nothing."""
     held = _open.get()
-    if held is None or not held[0]:
+    if held is None:
         return
     _open.set(None)
     seen = f", arrived: {in_order(held[1])}" if held[1] else ""

@@ -179,9 +179,10 @@ class Unit:
             block.forget_row()
 
     def abandon(self) -> None:
-        """The gradient that was under way has raised."""
-        self.end_backward()
-        self.end_gradient()
+        """The gradient that was under way has raised: nothing is left of it."""
+        self.entered.clear()
+        self.differentiated = False
+        self.reshard()
         self.reduction.abandon()
 
     def give_up(self) -> None:
@@ -264,10 +265,11 @@ class Unit:
         self.state = State.GATHERING
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
-        """Gives the memory back, unless the user keeps it; `keep_part`: but for what the backward gathers again."""
+        """Gives the memory back, unless the user keeps it, or somebody reads on: a gradient inside of a forward may end
+        before that, and before a derivative of it. `keep_part`: but for what the backward gathers again."""
         if not (keep_part and self.state is State.WHOLE):
             self._forget_rows()
-        if not self.blocks or (self.kept_by_user or self.differentiated) and not forced:
+        if not self.blocks or (self.kept_by_user or self.differentiated or self.runs) and not forced:
             return
         if self.state is not State.SHARDED:
             self.log("reshard", "")
@@ -280,7 +282,6 @@ class Unit:
 
     def begin(self) -> None:
         """A forward of the outermost cell begins: whatever has written the shards meanwhile, they are gathered anew."""
-        self.entered.clear()
         self.reshard()
         self.reduction.begin()
         if self.kept_by_user and self._changed():
@@ -299,8 +300,7 @@ class Unit:
         """A backward has ended, which some calls may have left by no door of ours."""
         if self.entered or self.state is State.GATHERING:
             self.entered.clear()
-            if not self.runs:  # else it was one inside of a forward, which reads on
-                self.reshard()
+            self.reshard()
 
     def _rewritten(self) -> bool:
         return any(block.rewritten() for block in self.blocks)
