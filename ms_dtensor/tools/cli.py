@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.version import __version__
+from ..errors import DTensorError
 
 HELP = """\
 ms_dtensor {version}: distributed tensors for MindSpore.
@@ -39,7 +41,7 @@ To train a Llama, in a checkout (the wheel is the library alone):
 
 
 def piped(arguments: Sequence[str]) -> int:
-    """`main`, whose reader may leave before the end, as `head` does."""
+    """`main`, whose reader may leave before the end, as `head` does, and whose user may, by Ctrl-C."""
     try:
         code = main(arguments)
         sys.stdout.flush()
@@ -47,6 +49,17 @@ def piped(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
         return 1
+    except (KeyboardInterrupt, OSError) as error:
+        if arguments[0] == "run" or isinstance(error, OSError) and error.filename is None:
+            raise  # of a program, whose traceback is its own; or of no path that somebody gave
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            return 130
+        text = str(DTensorError(f"For '{arguments[0]}', a path cannot be used.", f"{error.strerror}: {error.filename}"[:200],
+                                "The system refused it.", "another path, or its rights"))
+        as_json = "--json" in arguments
+        print(json.dumps({"error": text}) if as_json else f"error: {text}", file=sys.stdout if as_json else sys.stderr)
+        return 2
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -198,9 +198,10 @@ def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> t
                           f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
                           f"--batch {args.batch + -args.batch % (plan.dp * plan.micro_batches)}")
     if model.heads % plan.tp or model.kv_heads % plan.tp:
+        below = range(1, min(plan.tp, model.kv_heads + 1))
         raise ConfigError("For 'memory', heads cannot be cut.", f"{model.heads} heads, {model.kv_heads} of keys, over tp = "
                           f"{plan.tp} ranks", "Each rank of tp has equally many heads.",
-                          f"--tp {max(t for t in range(1, plan.tp) if model.heads % t == model.kv_heads % t == 0)}")
+                          f"--tp {max(t for t in below if model.heads % t == model.kv_heads % t == 0)}")
     check_degrees(model, plan, args.seq)
     one = estimate(model, plan, machine, args.batch, args.seq, args.itemsize)
     ranks = plan.world

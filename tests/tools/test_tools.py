@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -210,7 +211,8 @@ def test_a_recipe_that_cannot_be_is_refused_as_the_recipe_refuses_it(text, said,
 @pytest.mark.parametrize(("options", "said"), [
     (["--cp", "3"], "--seq 4098"), (["--pp", "35"], "--pp 34 or less"),
     (["--dp", "4", "--hsdp", "3", "--sharded", "fsdp"], "--hsdp 1"),
-    (["--dp", "4", "--hsdp", "2"], "goes with fsdp"), (["--dp", "4", "--ep", "2"], "no experts, ep = 2")])
+    (["--dp", "4", "--hsdp", "2"], "goes with fsdp"), (["--dp", "4", "--ep", "2"], "no experts, ep = 2"),
+    (["--tp", str(10**18)], "--tp 8\n")])
 def test_a_plan_that_no_run_can_have_is_refused(options, said, capsys):
     run = ["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--micro_batches", "1", "--batch", "8"]
     assert cli.main([*run, *options]) == 2 and said in capsys.readouterr().err
@@ -410,6 +412,15 @@ def test_a_reader_that_leaves_early_is_no_fault():
     made.stdout.close()
     assert made.stderr.read() == b"" and made.wait() == 1
     made.stderr.close()
+
+
+def test_a_path_that_the_system_refuses_and_an_interruption_are_no_tracebacks(monkeypatch, capsys):
+    for words in (["ckpt", "ls"], ["suggest", "--world", "8", "--json"]):
+        assert cli.piped([*words, "x" * 5000]) == 2
+        told = "".join(capsys.readouterr())
+        assert "File name too long" in told and "rule: " in told and "fix: " in told and len(told) < 500
+    monkeypatch.setattr(predict, "needed", lambda words: signal.raise_signal(signal.SIGINT))
+    assert cli.piped(["memory", "x"]) == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 def test_pictures_are_drawn_and_hide_nothing(tmp_path, capsys):
