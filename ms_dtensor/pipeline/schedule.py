@@ -91,6 +91,7 @@ class Schedule:
             for p in stage.module.get_parameters():  # of a tied one the first rank's counts in norms
                 p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
         self._agreed = False
+        self.batches = 0  # calls of `step` and `eval`, by which ranks say where they are
         self.edges = Edges()
 
     @cached_property
@@ -138,7 +139,8 @@ class Schedule:
         Raises:
             LayoutError: rows that the microbatches do not divide, before anything is sent.
             ScheduleError: no loss function, or not one weight a microbatch.
-            CollectiveMismatch: ranks with different orders, in the first step.
+            CollectiveMismatch: ranks with different orders, in the first step; or at different batches, where some
+                refused the one before, as it had other rows there.
             PeerLost: another rank has left the step by an exception, which it names, or has died. Unless one died, the next
                 step works once all ranks have caught what they got.
         """
@@ -191,6 +193,7 @@ class Schedule:
 
     def _begin(self, lowered: Lowered, args, kwargs, target, weights, training: bool, trace: bool = False) -> Step:
         m = self.n_microbatches
+        self.batches += 1  # also if it is refused below
         if weights is None:
             weights = [1.0 / m] * m
         if len(weights) != m or not all(isinstance(w, Real) for w in weights):

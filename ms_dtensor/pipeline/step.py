@@ -113,8 +113,8 @@ class Step:
         """What raises says where, and reaches all ranks; of this step nothing is left."""
         try:
             yield
-            if self.schedule.loss_fn is None or self.schedule.everybody.size > self.schedule.group.size:  # else by the loss
-                self.schedule.everybody.agree("the end of a pipeline's step")
+            # By number: of a batch that some ranks refused, as they brought other rows, others have met the next.
+            self.schedule.everybody.agree(f"the end of batch {self.schedule.batches} that this pipeline was given")
         except BaseException as error:
             here = f"{self.at} on rank {self.schedule.group.rank_index} of the pipeline"
             if hasattr(error, "add_note"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from mindspore import Tensor, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
-from ms_dtensor.errors import CollectiveMismatch, CommError, PeerLost
+from ms_dtensor.errors import CollectiveMismatch, CommError, LayoutError, PeerLost
 from ms_dtensor.internals.names import Function
 from ms_dtensor.parallel.sharding.call import units_of
 from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
@@ -157,6 +158,26 @@ def a_swapped_action_is_named(world):
     told(CollectiveMismatch, "rank 1, place 3 is, to\n        rank 0: 1B1\n        rank 1: 1F2", lambda: schedule.step(
         Tensor(X), target=Tensor(T)))
     right(Schedule(schedule.stages.values(), 4, loss_fn, actions=order), one_device(filled(Net()), False), "after it")
+
+
+@case(4)
+def a_batch_that_some_ranks_refuse_is_no_other_ranks_next(world):
+    """Seven rows are no four microbatches: who goes on behind this refusal would meet those that have not refused."""
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, last = pipeline(filled(Net()), mesh["pp"]), mesh.get_local_rank("dp")
+    for stage in stages:
+        md.replicate(stage.module, mesh=mesh["dp"])
+    schedule = Schedule(stages, 4, md.replicate(Loss(), mesh=mesh["dp"]), actions=one_f_one_b(2, 4))
+    for run in (schedule.step, schedule.eval):
+        if last:
+            told(LayoutError, "7 rows are not cut into 4", partial(run, Tensor(X[:7]), target=Tensor(T[:7])))
+        x, t = (Tensor(whole[:4 if last else 8]) for whole in (X, T))
+        told((CollectiveMismatch, PeerLost), "of batch ", partial(run, x, target=t))
+
+
+class Loss(nn.Cell):
+    def construct(self, y, t):
+        return loss_fn(y, t)
 
 
 class Both(nn.Cell):
