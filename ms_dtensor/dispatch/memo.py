@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Memo:
-    """Defaults stand in the class, not in an `__init__`: every view gets a memo, and a call costs more than the object."""
+    """Defaults stand in the class, not in an `__init__`: a call costs more than the object."""
 
     with_cotangent: dict | None = None  # of a recorded tensor: cotangent layout -> the node that takes it
     moved: dict | None = None  # of a recorded tensor: layout -> itself there
@@ -18,7 +18,6 @@ class Memo:
     view_of: tuple | None = None  # of a recorded view: (what it is a view of, the plan that made it, the call's arguments)
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     takes: Any = None  # of what stands for a parameter: is given summands of its gradient, and says what goes to autograd
-    kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
     written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too

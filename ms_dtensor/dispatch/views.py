@@ -14,7 +14,6 @@ from typing import Any
 from mindspore import Tensor
 
 from ..errors import OpRuleError
-from .memo import Memo, memo_of
 
 
 class Kin:
@@ -24,7 +23,7 @@ class Kin:
     """
 
     __slots__ = ("how", "members", "source")
-    members: list[weakref.ref]  # all tensors of the family; one list that all share
+    members: list[weakref.ref[Any]]  # all tensors of the family; one list that all share
     source: Kin | None  # of what this one was made of; None: of nothing
     how: tuple[bool, bool, str]  # what `link` was told
 
@@ -75,41 +74,35 @@ def link(source, result: Any, how: tuple[bool, bool, str]) -> None:
         how: by what was planned, whether the storage is the source's; whether MindSpore's own op ran, so what is no view
             here is none on one device either; see `order_of_view`.
     """
-    if result.__class__ in (tuple, list):
+    if result.__class__ is tuple or result.__class__ is list:
         for r in result:
             link(source, r, how)
         return
-    memo = source._memo
-    kin = None if memo is None else memo.kin
+    kin = source._kin
     if kin is None:
-        kin = memo_of(source).kin = Kin()
-        kin.members, kin.source, kin.how = [weakref.ref(source)], None, _FIRST
+        kin = source._kin = Kin()
+        kin.members, kin.source, kin.how = [_ref(source)], None, _FIRST
+    result._kin = own = Kin()
     members = kin.members
+    own.members, own.source, own.how = members, kin, how
     if not len(members) & 31:
         members[:] = [ref for ref in members if ref() is not None]
-    members.append(weakref.ref(result))
-    result._memo = memo = Memo()
-    memo.kin = own = Kin()
-    own.members, own.source, own.how = members, kin, how
+    members.append(_ref(result))
 
 
 _FIRST = True, True, "same"
-
-
-def kin_of(x) -> Kin | None:
-    """Where a DTensor stands in a family of views; None: in none."""
-    return None if x._memo is None else x._memo.kin
+_ref = weakref.ref
 
 
 def is_view(x) -> bool:
     """Whether a DTensor is on one device a view of another."""
-    kin = kin_of(x)
+    kin: Kin | None = x._kin
     return kin is not None and kin.parent is not None
 
 
 def contiguous(x):
     """`x`, or a copy of a view in another order, as one device makes one as a rule; writes to either are refused."""
-    kin = kin_of(x)
+    kin: Kin | None = x._kin
     if kin is None or kin.in_order:
         return x
     out = x.clone()
@@ -126,14 +119,14 @@ def refuse_view(x, what: str, *fix: str) -> None:
 
 def relatives_of(x):
     """(tensor, shares storage) of the living tensors that are views of `x`, that it is a view of, and their other views."""
-    kin = kin_of(x)
+    kin: Kin | None = x._kin
     if kin is None:
         return
     for ref in kin.members:
         other = ref()
         if other is None or other is x:
             continue
-        its = other._memo.kin
+        its = other._kin
         shared = kin.storage is its.storage
         if shared and math.prod(x._shape) and math.prod(other._shape) and storage_of(x) != storage_of(other):
             if kin.native and its.native:

@@ -34,7 +34,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset((PLACE, "_layout", "_memo", "_inited_param"))
+_OWN_STATE = frozenset((PLACE, "_layout", "_memo", "_kin", "_inited_param"))
 
 
 @with_values

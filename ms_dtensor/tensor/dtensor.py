@@ -22,6 +22,7 @@ from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks
+from ..dispatch.views import Kin
 from ..errors import LayoutError, MeshError, OpRuleError, RedistributeError
 from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import run
@@ -55,6 +56,7 @@ class DTensor(Measures, Tensor):
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
     _memo: Memo | None = None
+    _kin: Kin | None = None  # where it stands among the views of one tensor
     __array_ufunc__ = called_by_numpy
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):

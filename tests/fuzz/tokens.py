@@ -288,12 +288,12 @@ class Block(nn.Cell):
             lies, x = [md.Shard(0), md.Replicate()], x.redistribute(placements=[md.Shard(0)] * 2)
         logits = self.gate(x)
         weights, chosen = self.router(logits, self.bias if layer.biased else None)
-        if self.spoils:
-            weights = weights / (weights - weights)
         given = getattr(batch, f"chosen{self.number}")
         chosen = mint.where(given > -2, given, chosen)
         if batch.program.dtype == "bfloat16":  # what is rounded chooses others than the router of one device does
             weights = mint.gather(self.router.scores(logits), 1, mint.where(chosen < 0, 0, chosen).astype(ms.int64))
+        if self.spoils:
+            weights = weights / (weights - weights)
         extra = None
         if "b" in layer.losses:
             extra = md.expert_balance_loss(self.router.scores(logits), chosen, len(batch.tokens))

@@ -65,8 +65,7 @@ def lend(call: Call, stand_ins: dict[int, Tensor]) -> None:
     unit = call.unit
     for w in () if unit.local else [w for k, w in stand_ins.items() if k in unit.place and k not in call.copied]:
         lent = call, w.inited_param  # type: ignore[attr-defined]
-        kin = None if w._memo is None else w._memo.kin
-        for x in (w,) if kin is None else [x for ref in kin.members if (x := ref()) is not None]:
+        for x in (w,) if w._kin is None else [x for ref in w._kin.members if (x := ref()) is not None]:
             if x.__class__ is DTensor:
                 memo_of(x).lent = lent
                 x.__class__ = UnshardedDTensor
