@@ -10,6 +10,8 @@ from mindspore.nn.utils import no_init_parameters
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, fully_shard, init_device_mesh, optim, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
+from ms_dtensor.parallel.sharding.call import units_of
+from ms_dtensor.parallel.sharding.unit import State
 from tests.dist.operands import Built, S
 from tests.dist.support import counted, equal, of_plain, refusal, refused_alike
 
@@ -170,6 +172,7 @@ def cells_called_twice_in_another_order_or_not_at_all(world):
     for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0, 1), (0, 2), (), (0, 1, 2)):
         plain.order = net.order = order
         same_step(net, plain, mesh)
+        assert not any(unit.state is State.GATHERING for unit in units_of(net)), order  # ahead, for one that did not run
 
 
 def without_gradients_all_is_given_back(world):
