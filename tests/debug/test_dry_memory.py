@@ -82,3 +82,6 @@ def test_kernels_of_a_host_read_copies_of_views_and_sums_hand_gradients_on():
         lambda x: mint.mul(x, x), lambda x: mint.mul(turned(x), turned(x))))
     assert of_views == square + 2, "of each view a copy"
     assert changes(lambda x: x + x, grad=True).count(size) == changes(lambda x: mint.exp(x), grad=True).count(size)
+    joined = changes(lambda x: mint.cat((x, x)), "Ascend", grad=True)
+    assert joined[2] == -size, "a concatenation keeps no operand"
+    assert sum(c > 0 for c in joined) == 5, "the gradients of its operands are pieces of its own: the sum alone is made"

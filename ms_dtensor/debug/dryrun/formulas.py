@@ -28,7 +28,7 @@ _KEEPS = {
     "div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
-    "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "concat", "stack", "unstack",
+    "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "cat", "stack", "unstack",
     "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten",
     "getitem", "narrow", "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll",
     "repeat", "tile"))

@@ -105,7 +105,8 @@ class Job:
                 out.append(None)
             elif passes(self.what.op, i) and given is not None and (shape, dtype) == (tuple(given._shape), given.dtype):
                 out.append(local_alias(given))
-            elif view and given is not None and given.dtype == dtype and prod(shape) == prod(given._shape):
+            elif given is not None and given.dtype == dtype and (
+                    view and prod(shape) == prod(given._shape) or self.what.op == "cat"):  # of which it is a piece
                 out.append(executor.view(self.what.op, given, shape))
             else:
                 _until_it_is_there = executor.read(self.what, came, "backward")  # each has a kernel
