@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.layout import short_dtype
+from ..core.refused import refused
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box
 from .converting import convert
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return args.run(args)
     except CheckpointError as e:
-        print(json.dumps({"error": str(e)}) if args.json else _shown(f"error: {e}", "\n"),
-              file=sys.stdout if args.json else sys.stderr)
-        return 2
+        return refused(e if args.json else _shown(str(e), "\n"), args.json)
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         return 2

@@ -91,7 +91,7 @@ def link(source, result: Any, how: tuple[bool, bool, str]) -> None:
 
 
 _FIRST = True, True, "same"
-_ref = weakref.ref
+_ref = weakref.ref  # looked up once: each view is linked
 
 
 def is_view(x) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.refused import refused
 from ..errors import ScheduleError
 from .actions import Actions
 from .builders import BUILDERS
@@ -44,9 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _run(args)
     except ScheduleError as error:
-        text = json.dumps({"error": str(error)}) if args.json else f"error: {error}"
-        print(text, file=sys.stdout if args.json else sys.stderr)
-        return 2
+        return refused(error, args.json)
 
 
 def times(text: str) -> dict[str, float]:

@@ -13,7 +13,8 @@ from ..core.mesh import DeviceMesh
 from ..dispatch.held import holding
 from ..dispatch.recording import HeldRecording, Recording
 from ..errors import ConfigError
-from ..parallel.sharding.call import cells_in, held_back, units_among, units_of
+from ..parallel.sharding.call import held_back, units_among, units_of
+from ..parallel.sharding.unit import cells_in
 
 if TYPE_CHECKING:
     from .split import Tie

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.refused import refused
 from ..core.version import __version__
 from ..errors import DTensorError
 
@@ -49,17 +49,17 @@ def piped(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
         return 1
-    except (KeyboardInterrupt, OSError) as error:
-        if arguments[0] == "run" or isinstance(error, OSError) and error.filename is None:
-            raise  # of a program, whose traceback is its own; or of no path that somebody gave
-        if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
-            return 130
-        text = str(DTensorError(f"For '{arguments[0]}', a path cannot be used.", f"{error.strerror}: {error.filename}"[:200],
-                                "The system refused it.", "another path, or its rights"))
-        as_json = "--json" in arguments
-        print(json.dumps({"error": text}) if as_json else f"error: {text}", file=sys.stdout if as_json else sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        if arguments[0] == "run":
+            raise  # of a program, whose traceback is its own
+        print("interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if arguments[0] == "run" or error.filename is None:
+            raise  # the same; or of no path that somebody gave
+        return refused(DTensorError(f"For '{arguments[0]}', a path cannot be used.",
+                                    f"{error.strerror}: {error.filename}"[:200], "The system refused it.",
+                                    "another path, or its rights"), "--json" in arguments)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..core.refused import refused
 from ..errors import ConfigError
 
 DESCRIPTION = """\
@@ -313,11 +314,7 @@ def main(args: Any) -> int:
     try:
         plan = [] if args.config is None else [fits(args.config)]
     except ConfigError as error:
-        if args.json:
-            print(json.dumps({"error": str(error)}))
-        else:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error, args.json)
     for one in (*plan, *findings()):
         found.append(one)
         if not args.json:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.refused import refused
 from ..errors import ConfigError
 from .plot_text import show
 from .runs import Run, read
@@ -209,8 +209,6 @@ def main(args: Any) -> int:
             raise ConfigError(f"For 'plot', '{out}' cannot be written.", str(error.strerror or error), "Pictures go there.",
                               "--out with a folder of yours") from None
     except ConfigError as error:
-        text = json.dumps({"error": str(error)}) if args.json else f"error: {error}"
-        print(text, file=sys.stdout if args.json else sys.stderr)
-        return 2
+        return refused(error, args.json)
     print(json.dumps({"files": [str(path) for path in made]}) if args.json else "\n".join(map(str, made)))
     return 0

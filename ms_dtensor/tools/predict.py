@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from ..core.files import regular
 from ..core.plain_yaml import plain_yaml
+from ..core.refused import refused
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
 from ..debug.predict.search import GIB, keys, transformer
 from ..debug.predict.transformer import counts
@@ -258,6 +258,4 @@ def main(command: str, arguments: Sequence[str]) -> int:
     try:
         return {"suggest": suggested, "memory": needed}[command](arguments)
     except ConfigError as error:
-        print(json.dumps({"error": str(error)}) if "--json" in arguments else f"error: {error}",
-              file=sys.stdout if "--json" in arguments else sys.stderr)
-        return 2
+        return refused(error, "--json" in arguments)

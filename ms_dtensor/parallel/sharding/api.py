@@ -31,10 +31,10 @@ from ..layouts import OUTER, STYLES_MESH, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import BATCH, batch_over
-from .call import UNIT, cells_in, runs_as_unit, units_of
+from .call import UNIT, runs_as_unit, units_of
 from .local import Mode
 from .methods import METHODS
-from .unit import DataAxes, Unit, lift
+from .unit import DataAxes, Unit, cells_in, lift
 
 _BUCKET_MB = 25  # of gradients that are reduced together
 _ZERO1 = "replicate(zero1=True)"  # as messages call it
