@@ -25,7 +25,7 @@ from ..internals.target import cpu_kernels
 from . import classes
 from .memo import memo_of, wrote
 from .operands import wrap
-from .views import relatives_of
+from .views import is_repeated, relatives_of
 
 
 def check_writable(x, op: str, recording: bool, versioned: bool) -> None:
@@ -42,8 +42,7 @@ def check_writable(x, op: str, recording: bool, versioned: bool) -> None:
                                 ("x = x + value and the like, which makes a DTensor",
                                  "distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
-    kin = x._kin
-    if kin is not None and kin.repeated:
+    if is_repeated(x):
         raise OpRuleError("For an in-place op, several elements of the target share one place.", x._layout.describe(),
                           "It is an expanded view.", "x = x.clone() first")
     relatives = list(relatives_of(x))

@@ -9,60 +9,39 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from mindspore import Tensor
 
 from ..errors import OpRuleError
 
+# Where one tensor stands among the views of one tensor, its `_kin`: the members of the family, all its tensors, in one list
+# that all share; the kin of what this one was made of, or None; and what `link` was told. What follows from that is found
+# when a write asks: views are many, writes few. A tuple, as it costs a fifth of an object, and each view makes one.
+Kin: TypeAlias = "tuple[list[weakref.ref[Any]], Kin | None, tuple[bool, bool, str]]"
 
-class Kin:
-    """Where one tensor stands among the views of one tensor.
 
-    Only what `link` was told is kept, and what follows from it is found when a write asks: views are many, writes few.
-    """
+def _path(kin: Kin | None) -> Iterator[Kin]:
+    while kin is not None:
+        yield kin
+        kin = kin[1]
 
-    __slots__ = ("how", "members", "source")
-    members: list[weakref.ref[Any]]  # all tensors of the family; one list that all share
-    source: Kin | None  # of what this one was made of; None: of nothing
-    how: tuple[bool, bool, str]  # what `link` was told
 
-    def _path(self) -> Iterator[Kin]:
-        kin: Kin | None = self
-        while kin is not None:
-            yield kin
-            kin = kin.source
+def _storage(kin: Kin) -> Kin:
+    """Whose storage it has by what was planned: the same for those that have it in common."""
+    while (source := kin[1]) is not None and kin[2][0] and (kin[2][2] != "unsure" or _in_order(source)):
+        kin = source
+    return kin
 
-    @property
-    def parent(self) -> Kin | None:
-        """Of what this one is a view of; None: of nothing, or it is a tensor that was handed back."""
-        return next((kin.source for kin in self._path() if kin.how[2] != "itself"), None)
 
-    @property
-    def storage(self) -> Kin:
-        """Whose storage this one has by what was planned: the same for those that have it in common."""
-        kin = self
-        while kin.source is not None and kin.how[0] and (kin.how[2] != "unsure" or kin.source.in_order):
-            kin = kin.source
-        return kin
+def _in_order(kin: Kin | None) -> bool:
+    """Whether the elements lie as in what the family comes from."""
+    return all(how[2] in ("same", "unsure", "itself") for _, _, how in _path(kin))
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the elements lie as in what the family comes from."""
-        return all(kin.how[2] in ("same", "unsure", "itself") for kin in self._path())
 
-    @property
-    def repeated(self) -> bool:
-        """Whether several elements share one place."""
-        for kin in self._path():
-            if kin.how[2] == "repeated" or not kin.how[0]:
-                return kin.how[2] == "repeated"
-        return False
-
-    @property
-    def native(self) -> bool:
-        """Whether only MindSpore's own ops led here, so what is no view here is none on one device either."""
-        return all(kin.how[1] for kin in self._path())
+def _native(kin: Kin) -> bool:
+    """Whether only MindSpore's own ops led here, so what is no view here is none on one device either."""
+    return all(how[1] for _, _, how in _path(kin))
 
 
 def link(source, result: Any, how: tuple[bool, bool, str]) -> None:
@@ -80,11 +59,9 @@ def link(source, result: Any, how: tuple[bool, bool, str]) -> None:
         return
     kin = source._kin
     if kin is None:
-        kin = source._kin = Kin()
-        kin.members, kin.source, kin.how = [_ref(source)], None, _FIRST
-    result._kin = own = Kin()
-    members = kin.members
-    own.members, own.source, own.how = members, kin, how
+        kin = source._kin = [_ref(source)], None, _FIRST
+    members = kin[0]
+    result._kin = members, kin, how
     if not len(members) & 31:
         members[:] = [ref for ref in members if ref() is not None]
     members.append(_ref(result))
@@ -95,15 +72,21 @@ _ref = weakref.ref  # looked up once: each view is linked
 
 
 def is_view(x) -> bool:
-    """Whether a DTensor is on one device a view of another."""
-    kin: Kin | None = x._kin
-    return kin is not None and kin.parent is not None
+    """Whether a DTensor is on one device a view of another; one that was only handed back is none."""
+    return any(source is not None and how[2] != "itself" for _, source, how in _path(x._kin))
+
+
+def is_repeated(x) -> bool:
+    """Whether several elements of a DTensor share one place."""
+    for _, _, how in _path(x._kin):
+        if how[2] == "repeated" or not how[0]:
+            return how[2] == "repeated"
+    return False
 
 
 def contiguous(x):
     """`x`, or a copy of a view in another order, as one device makes one as a rule; writes to either are refused."""
-    kin: Kin | None = x._kin
-    if kin is None or kin.in_order:
+    if _in_order(x._kin):
         return x
     out = x.clone()
     link(x, out, (False, False, "unsure"))
@@ -117,19 +100,19 @@ def refuse_view(x, what: str, *fix: str) -> None:
                           "On one device it lies as what it is a view of; shards lie each for itself.", fix)
 
 
-def relatives_of(x):
-    """(tensor, shares storage) of the living tensors that are views of `x`, that it is a view of, and their other views."""
-    kin: Kin | None = x._kin
-    if kin is None:
-        return
-    for ref in kin.members:
-        other = ref()
-        if other is None or other is x:
+def family(x) -> list:
+    """The living tensors that are views of `x`, that it is a view of, and their other views; with `x`, if it has any."""
+    return [] if x._kin is None else [other for ref in x._kin[0] if (other := ref()) is not None]
+
+
+def relatives_of(x) -> Iterator[tuple[Any, bool]]:
+    """(tensor, shares storage) of the family of `x` but for itself."""
+    for other in family(x):
+        if other is x:
             continue
-        its = other._kin
-        shared = kin.storage is its.storage
+        shared = _storage(x._kin) is _storage(other._kin)
         if shared and math.prod(x._shape) and math.prod(other._shape) and storage_of(x) != storage_of(other):
-            if kin.native and its.native:
+            if _native(x._kin) and _native(other._kin):
                 continue
             shared = False
         yield other, shared

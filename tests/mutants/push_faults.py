@@ -36,7 +36,7 @@ PUSH_FAULTS = [
           "    if enabled():  # what is made", "    if True:  # what is made"),
     Fault("an expanded view may be written", "ms_dtensor/dispatch/inplace.py",
           "tests/dist/cases_outsiders.py -k expanded",
-          "    if kin is not None and kin.repeated:\n", "    if kin is not None and kin.repeated and False:\n"),
+          "    if is_repeated(x):\n", "    if is_repeated(x) and False:\n"),
     Fault("bfloat16 is cut off, not rounded", "ms_dtensor/comm/shm/reduce.py", "tests/comm/test_engine.py",
           "((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16)", "(bits >> 16)"),
     Fault("an average is a sum", "ms_dtensor/comm/shm/reduce.py", "tests/comm/test_engine.py",

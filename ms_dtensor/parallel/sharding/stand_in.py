@@ -22,6 +22,7 @@ from ...dispatch import classes
 from ...dispatch.inplace import written_since
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import local_alias
+from ...dispatch.views import family
 from ...errors import LayoutError
 from ...internals.names import NoFallbackGuard, no_grad
 from ...tensor.dtensor import DTensor, DTensorParameter
@@ -65,7 +66,7 @@ def lend(call: Call, stand_ins: dict[int, Tensor]) -> None:
     unit = call.unit
     for w in () if unit.local else [w for k, w in stand_ins.items() if k in unit.place and k not in call.copied]:
         lent = call, w.inited_param  # type: ignore[attr-defined]
-        for x in (w,) if w._kin is None else [x for ref in w._kin.members if (x := ref()) is not None]:
+        for x in family(w) or (w,):
             if x.__class__ is DTensor:
                 memo_of(x).lent = lent
                 x.__class__ = UnshardedDTensor
