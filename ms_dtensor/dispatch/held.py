@@ -26,9 +26,7 @@ from ..internals.names import (
     Function,
     NoFallbackGuard,
     detach,
-    enabled,
     executor,
-    recording,
     run_backward,
     set_requires_grad,
 )
@@ -97,7 +95,8 @@ class Holding:
 
     def computed(self, given: Sequence[Tensor], out: Any) -> None:
         """The result of an op on tensors."""
-        if isinstance(out, Tensor) and out._requires_grad and all([id(x) in self.weights for x in given]):
+        weights = self.weights
+        if all([id(x) in weights for x in given]) and isinstance(out, Tensor) and out._requires_grad:
             self.weight(out)
 
     def product(self, run: Callable[..., Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
@@ -105,7 +104,7 @@ class Holding:
         weights = self.weights
         others = [i for i, x in enumerate(given) if id(x) not in weights]
         xs = [operands[i] for i in others]
-        if not others or len(others) == len(given) or not all([x.is_floating_point() for x in xs]):
+        if not others or len(others) == len(given) or not all([x._requires_grad or x.is_floating_point() for x in xs]):
             return run(*operands)
         return _Held.apply((self, run, operands, others), self.anchor,
                            *[x if x.__class__ is Tensor else local_alias(x) for x in xs])
@@ -123,16 +122,13 @@ class _Held(Function):
             if x._requires_grad:
                 set_requires_grad(leaf, True)
             cut.append(leaf)
-        was = recording(), enabled()
-        executor.set_grad_flag(True)
-        executor.set_enable_grad(True)
+        executor.set_enable_grad(True)  # a node's forward is not recorded
         store.cut = frozenset(map(id, cut))
         try:
             y = run(*filled)
         finally:
             store.cut = frozenset()
-            executor.set_grad_flag(was[0])
-            executor.set_enable_grad(was[1])
+            executor.set_enable_grad(False)
         ctx.held = store, cut, y
         return detach(y)
 
