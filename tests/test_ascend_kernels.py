@@ -25,6 +25,7 @@ from ms_dtensor.errors import CommError
 from ms_dtensor.ops import rng
 from ms_dtensor.ops.local import attention, moe, varlen
 from ms_dtensor.ops.rules.attention import FAR
+from tests.rehearsal.cann import before_joining, copied, ordered
 
 pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parent.parent
@@ -299,3 +300,38 @@ def test_fused_products_are_told_what_mindspores_pages_say(monkeypatch):
                 fused_products.all_gather_matmul(group, wrong, wrong, True)
             with pytest.raises(CommError, match="float16 or bfloat16"):
                 fused_products.matmul_reduce_scatter(group, wrong, wrong, True)
+
+
+# -- which kernels a copy is: the views that CANN's `contiguous.cpp` gives as examples, and those of packing -----------
+ROWS, WIDE = 64, 200  # gathered rows of so many ranks, each of so many elements
+
+
+@pytest.mark.parametrize(("view", "kernels"), [
+    (((6, 7, 5, 4), (7, 1, 42, 210), 0, 840), ["Transpose"]),  # these three are CANN's own
+    (((2, 2, 3), (42, 7, 1), 109, 210), ["Slice"]),
+    (((3, 2, 2), (42, 28, 2), 46, 210), ["StridedSlice"]),
+    (((4, 5), (5, 1), 40, 210), []),
+    (((3, 1, 5), (5, 77, 1), 0, 15), []),  # a dim of one element lies anywhere
+    (((3, 5), (0, 1), 0, 5), ["BroadcastTo"]),
+    (((ROWS, 128), (WIDE, 1), 72, ROWS * WIDE), ["Slice"]),
+    (((ROWS, 128), (WIDE, 1), 73, ROWS * WIDE), ["AsStrided"]),  # no box: it would reach over a row's end
+    (((2, ROWS, 64), (64, WIDE, 1), 0, ROWS * WIDE), ["AsStrided"]),  # two tensors side by side, of long pieces
+    (((2, ROWS, 8), (8, WIDE, 1), 0, ROWS * WIDE), ["Slice", "Transpose"])])
+def test_a_view_is_put_in_order(view, kernels):
+    assert ordered(*view) == kernels
+
+
+def test_a_copy_is_as_many_kernels_as_it_has_to_cast_and_to_order():
+    whole, place = ((ROWS, 8), (8, 1), 0, ROWS * 8), ((ROWS, 8), (WIDE, 1))
+    assert copied((ROWS, 8), (8, 1), whole, False) == ["TensorMove"]
+    assert copied((ROWS, 8), (8, 1), whole, True) == ["Cast"], "a cast writes where it goes"
+    assert copied(*place, whole, False) == ["ViewCopy"]
+    assert copied(*place, whole, True) == ["Cast", "ViewCopy"], "into a row it cannot"
+    assert copied(*place, (*place, 0, ROWS * WIDE), True) == ["Slice", "Cast", "ViewCopy"]
+    assert copied((8, ROWS), (1, 8), ((8, ROWS), (ROWS, 1), 0, ROWS * 8), False) == ["Transpose"]
+
+
+def test_what_lies_in_order_is_joined_at_once():
+    whole, strided = ((ROWS, 8), (8, 1), 0, ROWS * 8), ((ROWS, 8), (WIDE, 1), 0, ROWS * WIDE)
+    assert before_joining([whole] * 32) == [] and before_joining([whole, strided]) == ["Slice"]
+    assert before_joining([whole] * 33) == ["ConcatD"], "and what that gives with the last one"

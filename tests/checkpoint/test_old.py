@@ -17,7 +17,7 @@ from ms_dtensor.checkpoint.parsing import parse
 from ms_dtensor.checkpoint.reader import Reader, read_index
 from ms_dtensor.errors import CheckpointError
 from tests.checkpoint.old.make_v1 import VALUES, arrays
-from tests.checkpoint.test_index import _set
+from tests.checkpoint.test_plan import _set
 
 V1 = Path(__file__).parent / "old" / "v1"
 pytestmark = pytest.mark.usefixtures("cpu")

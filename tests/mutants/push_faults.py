@@ -116,7 +116,7 @@ PUSH_FAULTS = [
           "tests/pipeline/test_formulas.py tests/pipeline/test_actions.py",
           'first = min(ranks - 1 - r, m)\n        return [(first, "F0"), (m - first, "F0 B0")',
           'first = min(ranks - r, m)\n        return [(first, "F0"), (m - first, "F0 B0")'),
-    Fault("a hash leaves out the columns", "ms_dtensor/checkpoint/pieces.py", "tests/checkpoint/test_pieces.py",
+    Fault("a hash leaves out the columns", "ms_dtensor/checkpoint/pieces.py", "tests/checkpoint/test_plan.py",
           "return zlib.crc32(as_bytes(words.sum(1))) << 32 | columns", "return zlib.crc32(as_bytes(words.sum(1))) << 32"),
     Fault("other ways to cut are written as even ones", "ms_dtensor/checkpoint/plan.py",
           "tests/checkpoint tests/dist/cases_checkpoint.py",

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules as data: cases in single-axis notation, and the choice among them. No tensors."""
+"""Rules as data: cases in single-axis notation, and the choice among them, no tensors; every local form of one is there."""
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import ms_dtensor.ops.rules
 from ms_dtensor.core.layout import Layout
 from ms_dtensor.core.mesh import DeviceMesh
 from ms_dtensor.core.placements import Partial, Replicate, Shard
 from ms_dtensor.errors import OpRuleError
+from ms_dtensor.ops.local import LOCAL_OPS
 from ms_dtensor.ops.rules import RULES, Call, Operand
 from ms_dtensor.ops.rules.nothing import empty_results
 from ms_dtensor.ops.rules.select import choose
@@ -130,3 +135,10 @@ def test_the_choice_follows_the_costs_in_force():
         moved.append([x is not y for x, y in zip(placed, targets)])
     set_costs(None)
     assert moved == [[False, False, True], [True, True, False]]
+
+
+# -- local forms -------------------------------------------------------------------------------------------------------
+def test_every_form_named_by_a_rule_is_in_the_table():
+    named = {name for file in Path(ms_dtensor.ops.rules.__file__).parent.glob("*.py")
+             for name in re.findall(r'LocalCall\(\s*"(\w+)"', file.read_text())}
+    assert len(named) > 20 and named <= set(LOCAL_OPS), named - set(LOCAL_OPS)

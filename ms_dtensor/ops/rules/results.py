@@ -3,7 +3,7 @@
 
 Most ops promote their operands (`spec.result_dtype`); here stand those that do not: comparisons, places of extremes and of
 what is sorted, parts of complex numbers. Where kernels run they tell themselves. Held to MindSpore over the whole corpus of
-forms (`tests/debug/test_dry_dtypes.py`).
+forms (`tests/debug/test_dry_cells.py`).
 """
 from __future__ import annotations
 
