@@ -131,7 +131,8 @@ LATER = (
           "forty steps; `a_seed_gives_the_losses_of_single_weights` trains in bfloat16, too"),
     Later("tests/checkpoint/test_hf.py::test_a_load_needs_no_memory*", "merge", "a process that loads a large file"),
     Later("tests/checkpoint/test_scale.py::*", "merge", "an index of 16,384 ranks; every other index stays"),
-    Later("tests/zoo/test_mfu.py*", "merge", "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
+    Later("tests/zoo/test_llama_predict.py::test_mfu*", "merge",
+          "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
     # -- cases of real ranks
     Later("tests/surface/cases_rows.py::*[1]", "night", "every row on a mesh of one rank; one process has such meshes, too"),
     Later("tests/surface/cases_rows.py::*[4]", "merge",

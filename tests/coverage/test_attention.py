@@ -10,7 +10,7 @@ from ms_dtensor import DTensor, Replicate, Shard, comm, init_device_mesh, manual
 from ms_dtensor.comm import fake_world
 from ms_dtensor.errors import MixedOperandError, OpRuleError
 from ms_dtensor.ops import rng
-from tests.coverage.references_attention import TRIANGLE
+from tests.coverage.references import TRIANGLE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 RNG = np.random.default_rng(0)

@@ -8,10 +8,8 @@ import pytest
 from mindspore import Tensor
 
 from ms_dtensor.ops.local import CPU
-from tests.coverage.references import REFERENCES
-from tests.coverage.references_attention import ATTENTION
-from tests.coverage.references_moe import MOE
-from tests.coverage.references_more import MORE, NO_GRADIENT
+from tests.coverage.references import ATTENTION, REFERENCES
+from tests.coverage.references_more import MOE, MORE, NO_GRADIENT
 
 ATOL = 2e-5  # float32, of values of size one to ten
 GRAD_ATOL = 5e-4

@@ -12,7 +12,8 @@ from ms_dtensor import ColwiseParallel, fully_shard, init_device_mesh, optim, re
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from ms_dtensor.parallel.sharding.call import units_of
 from ms_dtensor.parallel.sharding.unit import State
-from tests.dist.operands import Built, S
+from tests.cases import case
+from tests.dist.operands import Built, S, data
 from tests.dist.support import counted, equal, of_plain, refusal, refused_alike
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
@@ -281,3 +282,19 @@ def refusals(world, grid):
     assert "derivative of a parameter's gradient" in refusal(lambda: value_and_grad(
         lambda x: (value_and_grad(loss_of(w), None, [w.a])(x)[1][0] ** 2).sum())(mine(mesh)))
     same_step(net, filled(Net()), mesh)
+
+
+@case(2)
+def a_sum_over_tp_is_made_after_stages_of_unlike_numbers_of_cells(world):
+    stages = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def wrapped(of):
+        net = md.distribute_module(Built(lambda c, x: x * c.w.to_local(), w=ms.Parameter(data(1, 4), name="w")), of)
+        return md.fully_shard(net, mesh=of["dp"], local_inputs=True)
+    for _ in range(1 + world.rank):
+        wrapped(stages["dp"])
+    net, xs = wrapped(mesh), [data(5 + r, 3, 4) for r in range(2)]
+    with md.recorded(net):
+        md.backward(net(xs[world.rank]).sum())
+    equal(net.w.grad, sum(x.asnumpy() for x in xs).sum(0))

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real ranks: the recipe's Llama with the options of Qwen and Mistral trains as on one device."""
+"""Real ranks: the recipe's Llama with the options of Qwen and Mistral, watched logits and further tokens, trains as on one device."""
 from __future__ import annotations
+
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from model_zoo.llama import evaluate, kept, lora
+from model_zoo.llama.ahead import AheadLlama, ahead_loss
 from model_zoo.llama.config import (
     Config,
     ExpertsConfig,
@@ -27,6 +30,7 @@ from tests.cases import case
 from tests.dist.operands import S
 from tests.dist.support import array, each_once, equal, same_on_all_ranks
 from tests.tiers import sampled
+from tests.zoo.test_llama_training import CFG, made
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
@@ -263,3 +267,60 @@ def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
         with lora.without_adapters(net):
             assert not lora.adapted(net)[0][1]._cells
         equal(net(a), logits, f"{layout} merged", rtol=1e-4)
+
+
+WATCHED = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelConfig(2, 2, sequence_parallel=True, fsdp=True)}
+
+
+@case(world_size=4, timeout=120)
+def logits_are_clipped_as_on_one_device(world):
+    def of_one():
+        plain = made(CFG)
+        steps = [plain.step(i) for i in range(2)]
+        return [(step.logits, step.loss) for step in steps], list(map(array, plain.params))
+    (wanted, weights), = each_once(of_one)
+    for name, parallel in sampled(WATCHED.items(), 2, 1):
+        trainer = made(replace(CFG, parallel=parallel), make_mesh("cpu", parallel))
+        for i, (logits, loss) in enumerate(wanted):
+            got = trainer.step(i)
+            same_on_all_ranks(world, str(got.logits.tolist()))
+            assert np.allclose(got.logits, logits, rtol=1e-4), (name, i, got.logits, logits)
+            assert np.isclose(got.loss, loss, rtol=1e-5), (name, i, got.loss, loss)
+        equal(trainer.params, weights, name, 1e-3)
+
+
+AHEAD = {"dense": (ModelConfig(**SIZES), 2), "deepseek": (DEEPSEEK, 1)}
+
+
+def made_ahead(cfg: ModelConfig, depth: int) -> AheadLlama:
+    return drawn(AheadLlama(cfg, depth))
+
+
+def loss_ahead(net: AheadLlama):
+    def loss(ids, labels):
+        out = net(ids)
+        if isinstance(out, list):
+            return ahead_loss(out, labels, 0.5)
+        return ahead_loss(out[0], labels, 0.5) + 0.3 * out[1]
+    return loss
+
+
+def ahead_batch() -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    return tuple(np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+
+
+@case(world_size=4, timeout=180)
+def multi_token_prediction_trains_as_on_one_device(world):
+    x, y = ahead_batch()
+    references = each_once(*(lambda of=of: loss_and_gradients(loss_ahead, made_ahead(*of), x, y) for of in AHEAD.values()))
+    for shift, (name, (cfg, depth)) in enumerate(AHEAD.items()):
+        of_one = references[shift]
+        for layout, parallel in sampled(LAYOUTS.items(), 5, 2 - shift):
+            mesh, net = make_mesh("cpu", parallel), made_ahead(cfg, depth)
+            names = [p.name for p in net.trainable_params()]
+            assert all(np.abs(w).max() > 0 for w, n in zip(of_one[1], names, strict=True) if "bias" not in n)
+            parallelize(net, mesh, parallel)
+            weight = net.ahead[0].block.attention.wo.weight
+            assert weight.placements[mesh.axis_index("tp")] == S(1), weight
+            is_one_devices(loss_ahead, net, mesh, (x, y), of_one, f"{name} {layout}")

@@ -16,7 +16,7 @@ from tests.dist import cases_llama, cases_own_ops
 from tests.dist.operands import P, R, S
 from tests.dist.support import equal
 from tests.experts import cases_experts
-from tests.experts import cases_recipe as cases_mixtral
+from tests.experts import cases_grid as cases_mixtral
 from tests.spmd.programs import Program
 from tests.tiers import sampled
 

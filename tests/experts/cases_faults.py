@@ -19,7 +19,7 @@ from tests.cases import case
 from tests.dist.support import array, equal_each, refusal
 from tests.experts.cases_counts import BIASED
 from tests.experts.cases_experts import CUT, WHATS, WHOLE, pieces
-from tests.experts.cases_recipe import trainer_of
+from tests.experts.cases_grid import trainer_of
 from tests.experts.reference import expected, operands, random_choice
 from tests.tiers import sampled
 

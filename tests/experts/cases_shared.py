@@ -18,7 +18,7 @@ from tests.dist.support import array, counted, equal_each, mesh_1d, refusal
 from tests.experts.cases_counts import BIASED
 from tests.experts.cases_device import kernels
 from tests.experts.cases_experts import CUT, WHATS, WHOLE, pieces, ten
-from tests.experts.cases_recipe import trainer_of
+from tests.experts.cases_grid import trainer_of
 from tests.experts.reference import expected, operands
 from tests.rehearsal.emulator import RATES
 from tests.rehearsal.session import rehearsed

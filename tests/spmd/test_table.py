@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of types is right: what it accepts keeps what types promise, and a wrong one is caught."""
+"""The table of types is right: what it accepts keeps what types promise, and a wrong one is caught; no result is plain."""
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, mint, ops
 
+import ms_dtensor as md
 import ms_dtensor.tools.forms
+from ms_dtensor.comm import fake_world
 from ms_dtensor.core.placements import PARTIAL
+from ms_dtensor.core.tree import leaves, map_leaves
+from ms_dtensor.debug.types.account import Account, Origin, Types
+from ms_dtensor.debug.types.doors import watched
+from ms_dtensor.debug.types.typed import Typed
+from ms_dtensor.dispatch import patches
+from ms_dtensor.errors import OpRuleError
+from ms_dtensor.ops.rng import frozen
 from ms_dtensor.ops.rules import spmd
 from ms_dtensor.ops.rules.spmd import I, Kind, P, R, Refused, V
 from tests.spmd import proof
-from tests.spmd.calls import known_calls
+from tests.spmd.proof import OneCall, Tally, calls_of
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.usefixtures("cpu")
-
-
 @functools.cache
 def calls():
     return known_calls()
@@ -113,3 +124,60 @@ def corpus():
     """The forms that have rules."""
     modules = [m.name for m in pkgutil.iter_modules(ms_dtensor.tools.forms.__path__) if m.name.startswith("forms_")]
     return [f for m in modules for f in importlib.import_module(f"ms_dtensor.tools.forms.{m}").FORMS if not f.raises]
+
+
+CONSTANTS = {"ops.max()", "ops.min()"}  # the second result is a zero that MindSpore makes
+
+ASKED = {"mint.allclose"}  # it reads a number
+
+
+@pytest.mark.parametrize("kind", (spmd.V, spmd.P, spmd.R), ids="VPR")
+def test_results_of_typed_tensors_are_typed(kind):
+    patches.install()
+    plain, refused, followed = [], [], 0
+    with fake_world(2):
+        now = Account("f", md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), (0,))
+
+        def given(a):
+            letter = kind if a.dtype.kind == "f" or kind is not spmd.P else spmd.R  # of integers: indices, for one
+            return Typed(Tensor(a), Types((letter,), a.dtype.kind == "f", (Origin("an input"),)))
+        for form in sampled(corpus(), 12):
+            try:
+                with watched(now), frozen(0):
+                    result = form.fn(*map_leaves(given, form.variants()[0], np.ndarray))
+            except OpRuleError:
+                refused.append(form.name)
+                continue
+            except Exception:  # noqa: BLE001, S112  no such kernel on CPU: local code has none either
+                continue
+            followed += 1
+            plain += [form.name for x in leaves([result], Tensor) if not isinstance(x, Typed)]
+    assert not set(plain) - CONSTANTS, plain
+    assert followed > 20
+    assert kind is spmd.P or set(refused) <= ASKED, refused
+
+
+def array(*shape, seed=0):
+    return np.random.default_rng(seed + len(shape)).uniform(0.5, 2.0, shape).astype(np.float32)
+
+
+A, B, C, W, ROW = array(4, 6), array(4, 6, seed=9), array(4, 6, seed=5), array(6, 2), array(2)
+IDS = np.array([3, 0, 2, 2], np.int32)
+CALLS = (
+    (mint.add, A, B), (mint.sub, A, B), (mint.mul, A, B), (mint.div, A, B), (lambda x: x + 1.5, A), (lambda x: x * 2.5, A),
+    (mint.matmul, A, W), (lambda x, w, b: mint.nn.functional.linear(x, w, b), array(4, 6), array(2, 6), ROW),
+    (mint.neg, A), (mint.exp, A), (mint.nn.functional.relu, A - 1), (mint.square, A),
+    (lambda x: mint.nn.functional.softmax(x, -1), A),
+    (lambda x: x.sum(0), A), (lambda x: x.mean(0), A), (lambda x: x.max(), A), (lambda x: x.reshape(3, 8), A),
+    (lambda x: mint.permute(x, (1, 0)), A), (lambda x: x[1:3], A), (lambda x, y: mint.cat((x, y), 0), A, B),
+    (lambda x, y: mint.where(x > y, x, y), A, B), (lambda x: mint.zeros_like(x), A), (lambda x: x.astype(ms.float64), A),
+    (lambda x, i: ops.gather(x, i, 0), A, IDS),
+    (lambda x, g, b: mint.nn.functional.layer_norm(x, (6,), g, b), A, array(6), array(6)),
+    (lambda x, y, z: mint.addmm(x, y, z), array(4, 2), A, W), (mint.maximum, A, B),
+)
+
+
+def known_calls() -> list[OneCall]:
+    """The calls behind these forms, each once."""
+    tally = Tally()
+    return [one for fn, *args in CALLS for one in calls_of(fn, tuple(args), tally)]

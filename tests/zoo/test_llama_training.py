@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the recipe's options train: bfloat16 against float32 and PyTorch, micro-batches and recompute against neither."""
+"""How the recipe's options train: bfloat16 against float32 and PyTorch, micro-batches, recompute, clipped logits, more heads."""
 from __future__ import annotations
 
 import importlib.util
@@ -8,9 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 
+from model_zoo.llama.ahead import AheadLlama, ahead_loss
+from model_zoo.llama.config import Config, ModelConfig, OptimConfig, TrainConfig
 from model_zoo.llama.configio import load
-from model_zoo.llama.data import check_same_data, load_text, stream_values
+from model_zoo.llama.data import Text, check_same_data, load_text, stream_values
+from model_zoo.llama.model import Llama, init_weights
+from model_zoo.llama.rope import angles
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import init_device_mesh
 from ms_dtensor.errors import ConfigError
@@ -122,3 +127,96 @@ def test_micro_batches_share_the_batch_with_dp():
     with pytest.raises(ConfigError, match="dp = 2 and 3 micro-batches") as error:
         load(["--parallel.dp", "2", "--train.batch", "8", "--train.micro_batches", "3"], 2)
     assert "--train.batch 12" in str(error.value)
+
+
+# -- attention's logits are watched and clipped; on ranks: `tests/dist/cases_llama.py` ---------------------------------
+CFG = Config(model=ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=64),
+             optim=OptimConfig(lr=0.02, warmup=0, qk_clip=1.0), train=TrainConfig(steps=4, batch=4, seq=8, micro_batches=2))
+TOKENS = np.random.default_rng(0).integers(0, 64, 6000).astype(np.uint8)
+TEXT = Text(TOKENS[300:], TOKENS[:300])
+
+
+def made(cfg: Config, mesh=None) -> Trainer:
+    return Trainer(cfg, TEXT, mesh, initialize=lambda net: init_weights(net, 3, std=0.6))
+
+
+def by_hand(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """The largest logit of each head of the first layer."""
+    m = CFG.model
+    rows = weights["tok_embeddings.weight"][ids]
+    x = rows / np.sqrt((rows ** 2).mean(-1, keepdims=True) + m.norm_eps) * weights["layers.0.attention_norm.weight"]
+    angle = angles(m, ids.shape[1])[None, :, None]
+
+    def heads(weight):
+        y = (x @ weight.T).reshape(*ids.shape, -1, m.head_dim)
+        a, b = np.split(y, 2, -1)
+        return y * np.cos(angle) + np.concatenate((-b, a), -1) * np.sin(angle)
+    q, k = heads(weights["layers.0.attention.wq.weight"]), heads(weights["layers.0.attention.wk.weight"])
+    scores = np.einsum("bqhe,bkhe->bhqk", q, np.repeat(k, 2, 2)) / np.sqrt(m.head_dim)
+    return np.where(np.tril(np.ones(scores.shape[2:], bool)), scores, -np.inf).max((0, 2, 3))
+
+
+def test_logits_are_those_of_attention_and_weights_get_smaller():
+    trainer = made(CFG)
+    before = {p.name: p.asnumpy().copy() for p in trainer.params}
+    wanted = by_hand(before, trainer.batch(0)[0])
+    without = made(replace(CFG, optim=replace(CFG.optim, qk_clip=0.0)))
+    result = trainer.step(0)
+    assert without.step(0).logits is None and np.allclose(result.logits[0], wanted, rtol=1e-5), (result.logits, wanted)
+    assert (result.logits > 1).any()
+    plain, clipped = ({p.name: p.asnumpy() for p in t.params} for t in (without, trainer))
+    factors = np.minimum(1, 1 / result.logits[0])
+    q, k = (clipped[f"layers.0.attention.{n}.weight"].reshape(-1, 4, 16) / plain[f"layers.0.attention.{n}.weight"].reshape(
+        -1, 4, 16) for n in ("wq", "wk"))
+    assert np.allclose(q * np.repeat(k, 2, 0), factors[:, None, None], rtol=1e-4)
+    assert all(np.array_equal(plain[n], clipped[n]) for n in plain if "wq" not in n and "wk" not in n)
+
+
+def test_what_is_watched_is_of_a_step():
+    trainer = made(CFG)
+    first = trainer.step(0).logits
+    trainer.held_out_loss()
+    after = trainer.step(1).logits
+    assert after.max() < first.max()
+
+
+# -- multi-token prediction: what each module knows and is asked for ---------------------------------------------------
+SMALL = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=11)
+
+
+def test_a_module_knows_so_many_tokens_more():
+    net = AheadLlama(SMALL, 2)
+    init_weights(net, 1, std=0.5)
+    ids = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
+    before = [y.asnumpy().reshape(2, 8, -1) for y in net(Tensor(ids))]
+    for at in range(3, 8):
+        other = ids.copy()
+        other[0, at] = (other[0, at] + 1) % 11
+        for k, (old, new) in enumerate(zip(before, net(Tensor(other)))):
+            changed = np.abs(new.asnumpy().reshape(2, 8, -1) - old).max(-1) > 1e-6
+            known = 8 - k  # places behind have no token so far on
+            assert not changed[1].any() and not changed[0, :min(at - k, known)].any() and changed[0, at - k:known].all(), k
+
+
+def test_the_first_logits_are_the_models_own():
+    net, plain = AheadLlama(SMALL, 1), Llama(SMALL)
+    for model in (net, plain):
+        init_weights(model, 1, std=0.5)
+    ids = Tensor(np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32))
+    assert np.array_equal(net(ids)[0].asnumpy(), plain(ids).asnumpy())
+    assert len({p.name for p in net.get_parameters()}) == len(list(net.get_parameters()))
+
+
+def test_the_loss_asks_each_module_for_its_token():
+    rng = np.random.default_rng(2)
+    labels = rng.integers(0, 11, (2, 8)).astype(np.int32)
+    logits = [rng.normal(size=(16, 11)).astype(np.float32) for _ in range(3)]
+
+    def mean(y, k):  # places, of each row, whose k-th further label there is
+        log = y - np.log(np.exp(y).sum(-1, keepdims=True))
+        log = log.reshape(2, 8, 11)
+        return -np.mean([log[b, i, labels[b, i + k]] for b in range(2) for i in range(8 - k)])
+    want = mean(logits[0], 0) + 0.3 * (mean(logits[1], 1) + mean(logits[2], 2)) / 2
+    got = ahead_loss([Tensor(y) for y in logits], Tensor(labels), 0.3)
+    assert np.isclose(float(got), want, rtol=1e-6), (got, want)
+    assert float(ahead_loss([Tensor(logits[0])], Tensor(labels))) == pytest.approx(mean(logits[0], 0), rel=1e-6)
