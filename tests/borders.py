@@ -5,8 +5,6 @@ The library patches MindSpore (`ms_dtensor/dispatch/patches/`). A program that h
 below gives the same bytes, dtypes and structure, or the same error, without the patches, with them, and after they are
 taken back. `test_borders.py` asks some of them, at night all.
 """
-from __future__ import annotations
-
 import importlib
 import re
 import sys

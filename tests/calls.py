@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work as a number that is the same on every machine, idle or busy: calls of functions."""
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

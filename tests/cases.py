@@ -16,9 +16,6 @@ Only selected tests are run (`-k`). The launches begin with the first test, in a
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
 goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 """
-
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

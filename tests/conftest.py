@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for all tests. Importing this sets nothing in MindSpore: the pure tests never import it."""
-
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -7,8 +7,6 @@ asked by tests of their own (test_msrun.py, comm/test_launch.py, zoo/test_llama_
 of one hash strings alike and have their objects at the same addresses, so that an order that differs between ranks is
 hidden.
 """
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

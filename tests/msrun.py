@@ -8,9 +8,6 @@ msrun puts every worker in a session of its own, so killing msrun, or its proces
 a launch therefore inherits a mark in its environment, and what ends a launch ends the processes that carry this mark.
 For many cases in one launch see `tests/cases.py`.
 """
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,9 +6,6 @@ a rank that fails before a collective leaves its peers waiting inside it, and on
 When a rank failed and its peers come through, one object gather shows whether messages still arrive in step.
 A launch that lost step ends with exit code 3; going on would let the next case read stale bytes and blame it.
 """
-
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os

@@ -3,8 +3,6 @@
 
 After a deliberate change: UPDATE_SNAPSHOTS=1 pytest tests/test_api.py
 """
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -3,8 +3,6 @@
 
 Every check is a function of text or of a graph, and is shown to fail on a small wrong one.
 """
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -4,8 +4,6 @@
 A double binds its arguments by the signature of MindSpore's own primitive, so that it finds them by name wherever they
 stand, refuses what Ascend's documents do not have, and computes by the forms for CPU. The kernels themselves were not run.
 """
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain MindSpore is what it was: the calls of `borders.py`, and the edges in one process."""
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes that depend on data, writes by index into the tensor itself, and places drawn by weights: through dispatch."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """debug.checks: a wrong rule or gradient is found before it is used, a right one costs one check and changes nothing."""
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cluster benchmarks: their arithmetic by hand, hostfiles, the runner over two local "nodes", and the page."""
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """CONTRIBUTING.md holds: its recipes run, the files it names are there, and the path it shows is the one calls take."""
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 """What the branch for devices does beyond right numbers: the group's mean, inputs untouched, no wait of the host, memory
 given back, collectives ahead of use. One process as one rank of a fake world, where a sum is this rank's own summand.
 """
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation holds: links lead somewhere, blocks run, commands have their options, public names have a place."""
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

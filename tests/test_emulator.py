@@ -3,8 +3,6 @@
 
 One process, a fake world of two; `tests/dist/cases_rehearsal.py` has the same on real ranks.
 """
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import mindspore as ms

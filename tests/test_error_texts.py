@@ -4,8 +4,6 @@
 One process plays each rank of a world of four in turn. Refusals read alike on every rank and come before anything is
 communicated.
 """
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

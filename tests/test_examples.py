@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example in a docstring of the package runs and prints what it says."""
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

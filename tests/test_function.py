@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFunction on one device: contexts, gradients of every kind, second derivatives, and its own check."""
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second derivatives of single ops against differences of first ones: plain MindSpore's are 0 or a fraction for many."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@
 Products are of oneDNN in a process of one thread, of NumPy in one of several. Cross entropy makes nothing of the logits'
 size but one; rows are more than go through a core's cache at a time.
 """
-from __future__ import annotations
-
 from pathlib import Path
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host tensor's memory as NumPy's, kept while it is used; and memory that comes and goes under tensors."""
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hyper_parallel` as a package that is not installed: what is imported from it, what raises, and the command."""
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MindSpore whose internals differ is refused by the probe's name, with the first DTensor, and nothing stays patched."""
-from __future__ import annotations
-
 import copy
 
 import mindspore as ms

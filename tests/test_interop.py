@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ported imports work, and an adapter is met by what it does; with stand-ins, as none runs on MindSpore 2.10."""
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compiled graph bypasses dispatch, so a DTensor that enters one is refused."""
-from __future__ import annotations
-
 import pytest
 
 from ms_dtensor.errors import ConfigError, OpRuleError

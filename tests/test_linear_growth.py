@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing in a step, or in laying a model out, grows faster than its parameters and cells: calls of functions, counted."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops

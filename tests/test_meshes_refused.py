@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mesh shape that cannot be is refused before a process group starts."""
-from __future__ import annotations
-
 import pytest
 
 from ms_dtensor import comm, init_device_mesh

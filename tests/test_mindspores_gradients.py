@@ -4,8 +4,6 @@
 A local tensor that stands for a frozen parameter is one to it; an average or a later training writes where it lies, and a
 second model that begins with the same values, as each fold of a cross validation does, was given what is there by then.
 """
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes nest in any order, per thread, and leave nothing behind."""
-from __future__ import annotations
-
 import itertools
 import threading
 

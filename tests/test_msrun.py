@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher and the case runner tell the truth about ranks that pass, fail, crash, hang or wait for each other."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

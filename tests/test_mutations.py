@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof has no holes: every fault planted in a rule is found by the verifier."""
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A refusal names the call that the user made: not an argument of it, nor what it calls in turn."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mindspore import Tensor, nn

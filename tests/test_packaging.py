@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of the repository: what imports without MindSpore, what every file carries, how long it may be."""
-
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 
 One process, a mesh of one rank, no chance: each call runs on both, and value, dtype, shape and structure are compared.
 """
-from __future__ import annotations
-
 import operator
 import re
 

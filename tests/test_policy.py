@@ -3,8 +3,6 @@
 
 One process plays a rank of a world of four; `tests/dist/cases_modes.py` does the same on real ranks.
 """
-from __future__ import annotations
-
 import contextvars
 import threading
 import warnings

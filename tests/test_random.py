@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """One global stream: the same global tensor on every mesh, bit for bit; replicas agree; state is saved and replayed."""
-from __future__ import annotations
-
 import threading
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`checkpoint_wrapper` in one process: whose gradients a recomputed cell gives, with a mesh and without; and its copies."""
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registered rules in one process: the notation, what fits a call, and verification at registration."""
-from __future__ import annotations
-
 import sys
 
 import numpy as np

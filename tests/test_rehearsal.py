@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device's branch in one process: in MindSpore's asynchronous pipeline, which real ranks on CPU do not use."""
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selective recompute in one process: what runs again, what is kept, what is refused."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A made-up way of cutting a dim: layouts, plans and every existing rule take it, and none knows of it."""
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

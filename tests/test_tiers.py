@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of what waits is right: every row matches a test, no mark stands elsewhere, and the page is the list."""
-from __future__ import annotations
-
 import re
 
 import pytest

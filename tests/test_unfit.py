@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole sizes that do not fit, and shards that would: refused as on one device, not computed with half of an operand."""
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

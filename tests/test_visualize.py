@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of layouts: every block with its ranks, uneven and empty shards, replicas, many dims. No MindSpore needed."""
-from __future__ import annotations
-
 import sys
 import types
 import xml.etree.ElementTree as ET

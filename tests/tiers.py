@@ -5,8 +5,6 @@ A test that no row matches runs at every push. A row leaves out all that its pat
 `every`, chosen by a checksum of the name, so that the slice is the same everywhere and a new test does not move it; and
 whatever has a word of `keep` in its name, which a past fault has earned. `python -m tests.tiers` writes docs/tests.md.
 """
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterable

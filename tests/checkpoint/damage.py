@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways in which a checkpoint is damaged; each is to be named by `verify` and refused by `load`."""
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headers and indexes changed at random: a clear error each, or a checkpoint that loads right; nothing else is touched."""
-from __future__ import annotations
-
 import copy
 import json
 import os

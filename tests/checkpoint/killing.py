@@ -3,8 +3,6 @@
 
 Ranks are children of a process that has imported everything and run nothing; they talk over the shm engine as under msrun.
 """
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@
 As a script, `python -m tests.checkpoint.programs save|load FOLDER`, a job of any size saves all of its layouts with values
 that follow from names alone, or loads every checkpoint of the folder into each and compares bit by bit.
 """
-from __future__ import annotations
-
 import itertools
 import os
 import sys

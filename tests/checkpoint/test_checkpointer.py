@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a loop saves and where it goes on: intervals, the end, SIGTERM, a full disk; by hand and in `Model.train`."""
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is damaged is named by `verify` and refused by `load`; the command line says the same."""
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A disk that is full, read-only, or loses files, at every step of a save: named, and the previous checkpoint stays."""
-from __future__ import annotations
-
 import builtins
 import errno
 import os

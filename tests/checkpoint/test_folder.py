@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pure: folders that appear whole or not at all, whatever a killed save has left."""
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

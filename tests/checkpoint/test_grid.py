@@ -3,8 +3,6 @@
 
 Within four ranks it is `tests/dist/cases_checkpoint.py`.
 """
-from __future__ import annotations
-
 import pytest
 
 from tests.checkpoint.programs import load_all, save_all

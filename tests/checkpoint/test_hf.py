@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights into a module and out of it, in one process; what does not fit is told before anything is read."""
-from __future__ import annotations
-
 import json
 import os
 import resource

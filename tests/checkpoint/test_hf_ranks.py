@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices of the recipe's tools/check_hf.py: weights in and out of two real ranks, written by hand and by `transformers`."""
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

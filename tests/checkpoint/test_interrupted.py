@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C at any moment of a save; two exports into one folder; a reader while steps are removed."""
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few of the kills and of the changed headers; all of them are `python -m tests.long.check_checkpoints kills`, `fuzz`."""
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints as MindFormers 2.1 writes them, into ours and back; what does not fit is refused, and nothing is left."""
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the first format load as they did: `old/v1`, made by the library of then (`old/make_v1.py`)."""
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pure: what ranks write covers each tensor once, evenly, where it lies; pieces and their hashes; indexes."""
-from __future__ import annotations
-
 import itertools
 import json
 import math

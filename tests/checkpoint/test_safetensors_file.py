@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A safetensors file of ours is one for the `safetensors` package, and the other way round; a broken one is refused."""
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process: every kind of state comes back; what does not fit is refused before anything is written."""
-from __future__ import annotations
-
 import os
 import re
 from collections import namedtuple

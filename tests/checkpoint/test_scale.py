@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A 405B Llama on 16,384 ranks: what a rank plans, writes and reads does not grow with the ranks. Bytes, not seconds."""
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

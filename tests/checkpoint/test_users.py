@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several users in a folder that all may write, one of whom plants names: each keeps what it saved, none waits."""
-from __future__ import annotations
-
 import os
 import tempfile
 import traceback

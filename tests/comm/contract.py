@@ -5,8 +5,6 @@ A case is a function `(comm, rank, size, rng) -> None` that calls the collective
 asserts. `comm` hides whether the arrays travel as arrays (shm engine) or as tensors (backends). Data is random and
 different on every rank, made from one seed, so each rank can compute everybody's input.
 """
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do in `test_failures.py`: `python given_up_scenarios.py NAME` forks three, and prints what each reported."""
-from __future__ import annotations
-
 import json
 import sys
 import time

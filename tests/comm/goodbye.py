@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks of the shared-memory world, started without msrun; how one ends is told to the other. See test_ranks.py."""
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jobs on the shm engine have left on this machine. Other programs work here too: only what has a job's name counts."""
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What forked ranks do about memory: what calls keep, what results own, what is gathered into windows."""
-from __future__ import annotations
-
 import contract
 import numpy as np
 

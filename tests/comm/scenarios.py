@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the forked ranks of `worker.py` do: the contract, and the ways a job can go wrong."""
-from __future__ import annotations
-
 import _thread
 import os
 import signal

@@ -7,8 +7,6 @@ guess them, before the ranks come).
 With `let_in` the modes and owners of files, which keep strangers off, are undone while the ranks start.
 "ready": seconds after the last rank was there.
 """
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib

@@ -3,8 +3,6 @@
 
 The world is MCCL's; the shared-memory backend is made beside it, so that one launch serves both.
 """
-from __future__ import annotations
-
 import copy
 import os
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cores a rank keeps to, that its threads wait asleep, and that nobody's own choice is overruled."""
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared-memory engine on real processes, without MindSpore: the contract, and every way a job can go wrong."""
-from __future__ import annotations
-
 import atexit
 import errno
 import functools

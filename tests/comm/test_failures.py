@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of tests/long's check_failures, soak and fuzz_shm; steps that a rank leaves; another user's processes on the host."""
-from __future__ import annotations
-
+"""Slices of tests/long's check_failures, soak and fuzz_shm; steps that a rank leaves; another user's processes beside."""
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, the recorder and the fake world, in one process."""
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

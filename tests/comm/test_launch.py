@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a job starts and ends with what is around it: limits, devices, MindSpore's own communication, a killed msrun."""
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors between real ranks: the contract on every backend that runs on CPU, and the ends of a process."""
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -5,8 +5,6 @@
 Without arguments it does so for each line that it reads, {"args", "timeout", "out"}, in a fork of its own that writes to the
 file `out`, and says when that is done: a test of the engine takes as long to import NumPy as to run.
 """
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a list that ranks share equals one device's in float64, gradients too, and sends what the formulas say."""
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 

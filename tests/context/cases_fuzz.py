@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slice of `tests/long/fuzz_tokens.py`, the same programs every time; its judge sees planted faults."""
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -3,8 +3,6 @@
 
 At push a slice, before a merge all of it. Numbers as in `cases_attention.py`: float64, random cotangents, within 1e-12.
 """
-from __future__ import annotations
-
 from itertools import product
 
 import mindspore as ms

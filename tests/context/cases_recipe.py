@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: the recipe with its tokens cut over cp trains as on one device, beside everything else that it can do."""
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

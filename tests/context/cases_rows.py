@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows by a table on real ranks: values and gradients of a matrix that says the same, and ranks that get or give nothing."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor

@@ -3,8 +3,6 @@
 
 Counted on fake worlds of one process, with a node in the place of the kernels that saves what theirs read.
 """
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

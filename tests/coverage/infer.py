@@ -6,8 +6,6 @@ exist. So the primitives that only Ascend has are asked on a CPU, with the whole
 case of the rule, and with bfloat16 in the place of float32. Where a rule's local form is ours, its branch for devices is
 followed, and the primitives that it calls are asked.
 """
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

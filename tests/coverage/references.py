@@ -4,8 +4,6 @@
 `REFERENCES`: primitive -> list of (arguments, function of the same arguments). Arrays of float32 are differentiated: the
 reference is run in float64, so that its finite differences are the gradient to compare with.
 """
-from __future__ import annotations
-
 import itertools
 import math
 

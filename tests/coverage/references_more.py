@@ -2,8 +2,6 @@
 """NumPy's answer for the element-wise, statistical and index decompositions, and for mixtures of experts, row by row as
 Ascend's documents put it; goes on where `references.py` ends.
 """
-from __future__ import annotations
-
 import math
 
 import numpy as np

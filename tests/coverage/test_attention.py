@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the verifier does not ask of fused attention: plain constants, the stream of dropout, which layouts move nothing."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mindspore import Tensor, ops

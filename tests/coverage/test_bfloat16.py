@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 DTensors on a CPU mesh: every op runs, in float32, and rounds once; so do gradients."""
-from __future__ import annotations
-
 import mindspore as ms
 import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each CPU decomposition against NumPy: values by the op's definition, gradients by finite differences of it."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

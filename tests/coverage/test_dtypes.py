@@ -2,8 +2,6 @@
 """A slice of the matrix of forms and dtypes, and that it finds what it is for.
 
 All of it: `python -m ms_dtensor verify --dtypes`."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fourier transforms on DTensors equal NumPy's, call after call; a dim that is cut is refused alike on every rank."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

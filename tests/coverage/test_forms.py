@@ -4,8 +4,6 @@
 Everything, with all arguments and meshes of two axes, runs in `python -m ms_dtensor verify`.
 Forms that must be refused all run.
 """
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 A slice: one call of each primitive, and one shard, where a form of ours stands in for the kernel. Everything, with more
 calls and shards, runs in `tests/long/infer_gate.py`.
 """
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mindspore as ms

@@ -3,8 +3,6 @@
 
 A program is a function of the world's size that builds a model, takes one step and gives the events of `comm.record()`.
 """
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

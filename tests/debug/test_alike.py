@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's question whether all ranks get the same kind of thing."""
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cell communicated what: names are the plan's, a backward is its forward's, nothing is left behind."""
-from __future__ import annotations
-
 import json
 
 import mindspore as ms

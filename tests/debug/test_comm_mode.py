@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recorder's views on a world of one process: counts, table, trace; backward events carry the forward's line."""
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

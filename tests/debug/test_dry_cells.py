@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cells of users in a dry run, what MindSpore's own make of their parameters; and results of every form of the corpus."""
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a dry run's tensors would lie on a host, and what its kernels take beside their results: of attention, too."""
-from __future__ import annotations
-
 import tracemalloc
 from math import prod
 

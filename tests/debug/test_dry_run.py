@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
-from __future__ import annotations
-
 import copy
 import sys
 import threading

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`explain` on layouts: the strip, word for word; the naive plan is a right one, and cheaper only where it holds more."""
-from __future__ import annotations
-
 import itertools
 from textwrap import dedent
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted steps against published measurements, and the search against trying everything. Pure: no ranks, no MindSpore."""
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a dry run: its figures are the run's, it needs nothing but itself, and no name breaks out of it."""
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

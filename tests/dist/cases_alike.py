@@ -4,8 +4,6 @@
 Uneven and empty shards (5, 3, 2 or 1 rows on four ranks), ties, integers, booleans, rows of -inf and dims without
 elements: the type, structure and dtype of results, the errors, and the numbers are one device's, on every rank.
 """
-from __future__ import annotations
-
 import mindspore as ms
 import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np

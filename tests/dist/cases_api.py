@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PyTorch's own tests of its api, local_map and register_sharding check, on our ranks and in our words."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import mint

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`recorded` and `backward` against `value_and_grad`: to the bit, with the same communication, and refused where it must be."""
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

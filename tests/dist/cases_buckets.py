@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a replicated cell's parameters, reduced in buckets, whichever op reads the parameter; the batch's rows."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops

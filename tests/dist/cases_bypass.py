@@ -4,8 +4,6 @@
 Each case compares with NumPy on the global array, on every rank, over every layout of a 2 x 2 mesh; or it raises the
 same error everywhere.
 """
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: what needs no communication causes none, forward or backward, and equals one device."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: what one layout saved, every other loads bit for bit, optimizers too; one error on all ranks, no hang."""
-from __future__ import annotations
-
 import os
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four real ranks under hyper_parallel's names: the same values and gradients as one device, the same communication as ours."""
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import mindspore as ms

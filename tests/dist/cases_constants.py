@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`constants="replicate"`: a model that makes tensors in `construct`, unedited, against one device; and what it must not let in."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops

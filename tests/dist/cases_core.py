@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: layouts move, gradients are decided in the forward, values are global ones or errors."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: CommDebugMode counts what was communicated, backward included; `checks()` finds false claims of replicas."""
-from __future__ import annotations
-
 import itertools
 import tempfile
 from pathlib import Path

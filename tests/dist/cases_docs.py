@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of pages that speak of several ranks, run as they stand."""
-from __future__ import annotations
-
 import contextlib
 import io
 import os

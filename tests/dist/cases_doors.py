@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks at the library's doors: NumPy on the left, few logits, moved hooks, wrong shards, styles after replicate."""
-from __future__ import annotations
-
 import itertools
 import operator
 

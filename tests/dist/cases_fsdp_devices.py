@@ -3,8 +3,6 @@
 
 Into that peers write, and it moves under its addresses.
 """
-from __future__ import annotations
-
 import copy
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens inside a unit of `fully_shard`: cells that run again, numbers, empty shards, other dtypes; and arguments."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fully_shard` from step to step: what stays gathered, what is owed, what raised, and what changed in between."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward writes under `fully_shard` and under a policy; numbers as inputs; runs and gradients that are dropped."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fully_shard` against one device: whatever a cell is, and whatever happens to it in a step."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn

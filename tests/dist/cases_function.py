@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Own ops on real ranks: DFunction, registered rules and local_map give one device's values and gradients."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops

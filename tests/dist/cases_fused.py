@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: a tensor cut part by part (`FusedShard`) is in its own order for every reader, op, move and new value."""
-from __future__ import annotations
-
 import copy
 
 import mindspore as ms

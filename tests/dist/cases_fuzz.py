@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices of `tests/long/fuzz.py` and `fuzz_sharding.py`, the same programs every time; the judge of the latter sees faults."""
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: published weights into parameters of any layout and out of them; what fails on one rank is raised on all."""
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

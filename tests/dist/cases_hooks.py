@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward hooks of parameters, activations and cells on four ranks: they see global, reduced gradients."""
-from __future__ import annotations
-
 import mindspore as ms
 from mindspore import Tensor
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: the recipe's Llama with the options of Qwen and Mistral, watched logits and further tokens, trains as on one device."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: cross entropy on class-sharded logits equals one device and never gathers a logit, in every form."""
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes on real ranks: local results, warnings once per call site, refusals that move nothing."""
-from __future__ import annotations
-
 import warnings
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: whole cells become distributed: once, with all that parameters carry, deferred ones with eager values."""
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: Ascend's fused ops however they are cut: a Mixtral-like block against dense products, attention, also what it drops."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: every single move sends what the textbook says it must, between meshes and asynchronously, too."""
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: the norm of gradients is one device's on any layout; seeds that differ are refused."""
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: our optimizers, EMA and MindSpore's on any layout equal one device; what they communicate is counted, to the byte."""
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults reported of other libraries' tensor parallelism: a summand that goes on into the next product, micro losses."""
-from __future__ import annotations
-
 import mindspore as ms
 from mindspore import mint
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people from outside ran into: errors on some ranks only, raw errors, gradients that said what was not so."""
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: products beside their communication, piece by piece, are those of one device, gradients too; all is counted."""
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program's own collectives over our groups on CPU: the contract of every backend through `mint.distributed`, and errors."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, mint

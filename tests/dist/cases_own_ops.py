@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Own ops at their edges: nested arguments, results that are one tensor, gradients that are none, empty shards."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

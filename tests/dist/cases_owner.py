@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: bfloat16 with fewer elements than ranks; which processes and threads may communicate."""
-from __future__ import annotations
-
 import _thread
 import os
 import threading

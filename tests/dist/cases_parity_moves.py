@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PyTorch's tests of redistribution, local_map and register_sharding check; indexed in docs/parity_behaviours.md."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

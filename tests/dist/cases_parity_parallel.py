@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PyTorch's tests of tensor-parallel styles, plans and examples check; indexed in docs/parity_behaviours.md."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PyTorch's tests of its api, DTensor, initialisers and utils check, in our words; indexed in docs/parity_behaviours.md."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops

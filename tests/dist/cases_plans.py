@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: fused projections cut by head or block, plans computed from a model, and what plans tell and refuse."""
-from __future__ import annotations
-
 import contextlib
 import io
 

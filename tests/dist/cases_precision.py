@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision on four ranks: values and gradients within bfloat16's rounding, sums over ranks in `reduce_dtype`."""
-from __future__ import annotations
-
 import copy
 import itertools
 

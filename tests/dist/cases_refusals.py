@@ -4,8 +4,6 @@
 `TABLE` is the list of refusals of the public surface; each entry is one line: name, error, the refused call, and what must
 work on the same objects afterwards (by default a sum over a DTensor). Calls get a fresh `Bench`.
 """
-from __future__ import annotations
-
 import contextlib
 import io
 

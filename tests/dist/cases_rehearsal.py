@@ -3,8 +3,6 @@
 
 Each fault that the emulator is there for is planted once, and caught.
 """
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: ten steps, a new trainer from the checkpoint, ten more; on the same mesh bit for bit, on others within 1e-5."""
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

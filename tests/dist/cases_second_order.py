@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of derivatives: the gradient's own moves are differentiable, to any order, also where shards are empty."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

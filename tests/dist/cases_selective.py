@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selective recompute on ranks: one device's numbers, whatever is kept, with whatever it is combined; and what it sends."""
-from __future__ import annotations
-
 import itertools
 
 import mindspore as ms

@@ -4,8 +4,6 @@
 The first line of each case says how a well-known peer answers. We give the one-device answer on every rank, or raise
 on every rank.
 """
-from __future__ import annotations
-
 import itertools
 import threading
 

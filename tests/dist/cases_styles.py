@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: styles, data parallelism and the parallel loss equal one device and communicate as Megatron does."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's own gradients, hooks, training cells, loss scalers and recomputation on DTensors, on four ranks."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops

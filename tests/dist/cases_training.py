@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands around a training step, where it communicates and where it refuses; values are `tests/surface`'s."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, amp, nn

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a case of ranks begins with: a mesh, placements, and tensors of which every rank has the same values."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Tensor, nn
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rank-side cases share: seeded data, comparison with one device, counting communication."""
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import Counter

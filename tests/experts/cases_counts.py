@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, biases and auxiliary losses are counted once, whatever runs twice; a capacity drops the same choices everywhere."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Tensor
 

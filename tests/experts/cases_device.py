@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts over ranks by the device's branch, rehearsed: one device's numbers, and how often the host waits in a layer."""
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts on different ranks: values and all gradients of every token through every expert on one device, in float64."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn

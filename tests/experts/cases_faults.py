@@ -6,8 +6,6 @@ doubled gradients (pytorch#160285, Megatron-LM#1464), those below the experts (t
 (PaddleFormers#3010) in `cases_experts.py`; norms (Megatron-LM#5916, Automodel#3816) in `cases_grid.py`; what moves twice in
 evaluation or recompute (torchtitan#4148) in `cases_counts.py`; those of attention in `tests/context`.
 """
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Tensor
 

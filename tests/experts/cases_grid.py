@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts beside every other axis on eight ranks, experts that idle, bytes, the recipe's Mixtral: against one device."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Parameter, Tensor
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared experts, which compute while tokens are under way: the same bits and the same calls, in another order."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every token through every expert on one device, most of them weighted with 0: nothing is sorted, sent or skipped."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router, and the mixture on one device, against plain definitions; what does not fit is refused."""
-from __future__ import annotations
-
 import ctypes
 import math
 

@@ -4,8 +4,6 @@
 Variables are compared at the end, so that a write that reached too much or too little shows. All ranks do this together
 and agree about what came out. A step that is refused on all of them is left out, and the rest is checked.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import mindspore as ms

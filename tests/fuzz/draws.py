@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all random programs draw with: the same seed gives the same program."""
-from __future__ import annotations
-
 import numpy as np
 
 

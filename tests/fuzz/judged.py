@@ -5,8 +5,6 @@ References are made by turns, each rank those of every so-many-th seed. A `Judge
 method `run`, which runs it on the ranks and says what is wrong; what it counts beside is `noted`. A launch that ends early
 costs the program that it was in; the next one goes on behind it. Where right programs may end ranks, a judge has `ends`.
 """
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -5,8 +5,6 @@ An `Op` draws from what is there, `draw(rng, xs) -> parameters or None`, and run
 `run(xs, parameters) -> tensor or tuple`. `orders` says how often plain MindSpore differentiates it rightly. Nothing here
 knows of layouts.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

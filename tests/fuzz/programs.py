@@ -4,8 +4,6 @@
 A program is inputs and steps; a step names an `Op`, the variables it takes and its static arguments. What plain MindSpore
 refuses is never part of one. `reference.py` says what one device gets, `check.py` compares.
 """
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

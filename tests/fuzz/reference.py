@@ -5,8 +5,6 @@ One rank asks plain MindSpore and tells the others, so that an uninitialised val
 slope is measured by differences of float64 values alone, with what has no derivative (casts to integers, detached values)
 held as it was: it decides where plain MindSpore's gradient and ours differ, or where plain MindSpore has none.
 """
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

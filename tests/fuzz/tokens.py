@@ -5,8 +5,6 @@ A program is a mesh, layers, what wraps them, and steps over batches of document
 device has all tokens in the order in which the ranks have them, attends with a mask, and sends each token through each
 expert, in float64. Its constants live as long as their batch: MindSpore 2.10 keeps where they are for a backward, not them.
 """
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields
 from functools import cached_property

@@ -8,8 +8,6 @@ kills    SIGKILL of a random rank, or of all, at a random moment of jobs that sa
 fuzz     changed headers and indexes: a clear error each, no other exception, no file outside the folder, no memory
 memory   a large file loaded as one rank of four: the peak above the shard
 """
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ stuck     a rank that does not come: after the timeout the others say who, and w
 Prints JSON, exits non-zero if anything is missing, or if a shared-memory object or a socket is left over. Ranks are forked
 processes on the engine alone, without MindSpore.
 """
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ Starts `scripts/run_llama.sh` on two ranks of this machine, prints a table, exit
 a machine that does nothing else. A launch that waits for a rank that will not come takes minutes, so 60 is right for a busy
 machine. What needs the right to mount a small disk is left out, and said, where there is none.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -14,8 +14,6 @@ steps       1000 steps without an error
 Prints JSON with the seconds from the event to the last rank's error; exits non-zero if anything is missing, or if more than
 the limit passed (give a busy machine more). Ranks are forked from one process that has loaded MindSpore and run nothing.
 """
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ from it by hand. A machine that was cut off waits, and is told that the run has 
 
 Needs iproute2 and the right to make namespaces; says "left out" and ends with 0 where there is none.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -9,8 +9,6 @@ Enumerated: for each call of the corpus all types of all operands on an axis of 
 once (up to `MOST` of many operands, drawn). Programs have up to 8 ops on 2 ranks or 2 x 2, and are compared with one device,
 value and gradients. Forms and programs go to as many processes as there are workers.
 """
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 Each function makes the calls of one rank of a world; `odd` says whether it is the one that differs. What follows on every
 rank is a barrier of the world.
 """
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 
 Not a launcher for users: no scheduler, so of the backends only `shm`. What a rank returns or raises goes to the parent.
 """
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

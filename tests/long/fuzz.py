@@ -7,8 +7,6 @@
 A program is 10 to 30 public calls on inputs of random layouts (`tests/fuzz/programs.py`), on 4 or 8 ranks. Each failing seed
 is printed with its program, made small.
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

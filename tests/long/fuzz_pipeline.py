@@ -8,8 +8,6 @@ Programs: `tests/fuzz/pipelines.py`. Compared are losses, every gradient, norms,
 is planted in a forward or a backward has to reach all ranks, and the next step to be right. On four ranks most programs have
 data or tensor parallelism beside the pipeline. Each failing seed is printed with its program.
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

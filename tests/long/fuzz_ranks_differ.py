@@ -6,8 +6,6 @@
 In the last step a rank calls alike cells in another order, leaves one out, or calls one once more. The only right end is a
 `CollectiveMismatch` on all ranks, in which no line stands twice.
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@
 A program is a nested model, how it is wrapped, a mesh and two to five steps (`tests/fuzz/sharding/programs.py`), in float64;
 one device runs it without the wraps. Each failing seed is printed with its program, and made small.
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

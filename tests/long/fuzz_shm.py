@@ -9,8 +9,6 @@ roots, shapes and values of a case are drawn from the seed and the case alone. E
 failing line is the smallest, and `--case` repeats it alone. Ranks are forked processes that share one import of MindSpore
 and run no op. A rank that dies or raises is a failure too; the grid goes on behind it in a new world. Prints JSON.
 """
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

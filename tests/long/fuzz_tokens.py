@@ -8,8 +8,6 @@ Programs: `tests/fuzz/tokens.py`. Compared are losses, gradients of parameters a
 and the routers' biases. What is raised on all ranks has to leave nothing behind. On four ranks data, tensor and sequence
 parallelism or a pipeline lie beside. Each failing seed is printed with its program; it fails if there is any.
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 
 No kernel is run for the questions, so they hold for the primitives that only Ascend has. See `tests/coverage/infer.py`.
 """
-from __future__ import annotations
-
 import json
 import os
 import subprocess

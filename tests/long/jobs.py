@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forked ranks on the shared-memory engine alone, without MindSpore: for checks of how jobs end and what they leave."""
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -9,8 +9,6 @@ JSON, exits non-zero on a wrong result, an error, or growth after the first fift
 memory is given back before each look: how much it keeps depends on the order of sizes, up to 40 MiB here. Blocks for
 results are kept on purpose, so shared memory is compared with the most that all ranks may keep.
 """
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The long checks with their own sizes, at night: each prints what it did, and ends with 0 if all is well."""
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

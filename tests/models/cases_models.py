@@ -3,8 +3,6 @@
 
 The models know nothing of us. What a case may do is what a user would: lay inputs and parameters out, or apply styles.
 """
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2, written as for one device: learned positions, LayerNorm, fused qkv, GELU, tied head."""
-from __future__ import annotations
-
 import math
 
 import numpy as np

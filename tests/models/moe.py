@@ -3,8 +3,6 @@
 
 Experts as separate cells (`Separate`) or as stacked weights (`Stacked`); the same numbers either way.
 """
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2, written as for one device: rotary positions, grouped queries, biases on q, k, v only, RMSNorm, tied head."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small UNet, written as for one device: convolutions, group or batch norm, down, up, skip by concatenation."""
-from __future__ import annotations
-
 from mindspore import mint, nn, ops
 
 

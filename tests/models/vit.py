@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vision transformer, written as for one device: convolution into patches, class token, pre-norm blocks, pooling."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 

@@ -4,8 +4,6 @@
 Those of `fully_shard` and of buckets change behaviour through public seams (a group's collectives, a tensor's storage, the
 policy's dtypes), not the text of these parts: they hold whichever file does the work.
 """
-from __future__ import annotations
-
 from tests.mutants.plant import Fault
 
 HCCL, DEVICE, CLIP, ADAMW = "ms_dtensor/comm/hccl.py", "ms_dtensor/comm/device.py", "ms_dtensor/optim/clip.py", \

@@ -7,8 +7,6 @@ A fault is a small change of text, or a few lines that change behaviour through 
 Caught is a fault whose test fails (pytest's exit code 1) where it passes without: one that stops the tests from being
 collected says nothing, and is not caught. A fault whose words choose no test is an error.
 """
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 `python -m tests.mutants.plant --push` says which they see. Each is asked with the push tests of its capability alone, on
 ranks where it is about ranks, so that a test that leaves the push for a later tier takes no proof with it unseen.
 """
-from __future__ import annotations
-
 from tests.mutants.plant import Fault
 
 OPS, SHARDING, LLAMA = "ms_dtensor/ops", "ms_dtensor/parallel/sharding", "model_zoo/llama"

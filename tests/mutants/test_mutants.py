@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every planted fault turns its test red. Night only: each starts pytest, and some start ranks."""
-from __future__ import annotations
-
 import shutil
 
 import pytest

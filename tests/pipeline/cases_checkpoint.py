@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a pipeline saved as one checkpoint on real ranks: on other meshes and on none, bit for bit; one error on all."""
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device's branch of pipelines over the strict emulator, whose sends end only with their receives."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Tensor
 

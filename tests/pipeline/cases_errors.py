@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions at any point of a step: they reach all ranks by name, and after they are caught the next step is right."""
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

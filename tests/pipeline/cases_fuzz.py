@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slice of `tests/long/fuzz_pipeline.py`, the same programs every time; its judge sees a planted fault."""
-from __future__ import annotations
-
 from unittest import mock
 
 from ms_dtensor.pipeline.schedule import Schedule

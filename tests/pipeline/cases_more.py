@@ -2,8 +2,6 @@
 """Pipelines with what is less usual: hyper_parallel's names; several tensors over borders, and empty ones, in all orders;
 cells at several places; stages for which a plan says nothing, that share weights, or whose actions are timed.
 """
-from __future__ import annotations
-
 import time
 
 import mindspore as ms

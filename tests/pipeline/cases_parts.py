@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backward in two parts against the same in one, beside data and tensor parallelism: bit for bit, and as often sent."""
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines on real ranks against one device: loss and every gradient, and what was sent."""
-from __future__ import annotations
-
 import itertools
 import math
 from unittest import mock

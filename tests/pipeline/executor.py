@@ -4,8 +4,6 @@
 Ranks run their lists from front to back. Messages have no tags; a send ends only with its receive, and a receive blocks.
 What arrives is a symbol of what was computed, so that an activation in the place of another is noticed when it is used.
 """
-from __future__ import annotations
-
 from collections import Counter
 
 from ms_dtensor.pipeline import Action, Actions, Lowered, Overlap, Recv, Reduce, Send

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules as text: what is written is read back, a bad cell is named, and each kind of fault, all of them at once."""
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures hold what the timeline says, the command makes them, and the documentation's are those that it makes."""
-from __future__ import annotations
-
 import json
 import re
 import subprocess

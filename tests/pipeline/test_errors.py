@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that ranks leave by an exception, on real ranks."""
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

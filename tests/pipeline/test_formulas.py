@@ -4,8 +4,6 @@
 F = I = W = 1 and B = 2 are the times of all v stages of a rank together; a stage takes 1/v of them. Where stages are cut is
 as cheap as every way to cut can be, asked of all of them.
 """
-from __future__ import annotations
-
 import random
 from itertools import combinations_with_replacement
 

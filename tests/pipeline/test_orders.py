@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """P1: the six schedules are right at every size, and a changed order is named wrong exactly if it is wrong."""
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

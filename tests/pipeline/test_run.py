@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines that run, on real ranks."""
-from __future__ import annotations
-
 import gc
 
 import mindspore as ms

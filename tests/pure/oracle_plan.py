@@ -4,8 +4,6 @@
 It does not generate moves, as the planner does: it looks at every pair of states and says which single move, if any,
 takes one to the other. So a move the planner forgets is not forgotten here.
 """
-from __future__ import annotations
-
 import itertools
 from functools import lru_cache
 from math import ceil

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is blamed for a desync, from the calls alone, and by backends that do not see one by themselves; ranks are threads."""
-from __future__ import annotations
-
 import threading
 
 import pytest

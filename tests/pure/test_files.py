@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links and files that another user planted in a folder which several may write: nothing beyond them is touched."""
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placements, meshes and layouts: values, arithmetic, and refusals that teach."""
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

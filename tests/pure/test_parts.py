@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of tensors: those side by side that are alike are one run, so that packing does not grow with the members."""
-from __future__ import annotations
-
 import itertools
 import math
 import random

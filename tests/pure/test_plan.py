@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans are executed on NumPy shards, move by move, and compared with cutting the full array; their costs, also a file's."""
-from __future__ import annotations
-
 import itertools
 import json
 import os

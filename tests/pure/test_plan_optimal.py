@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans cost what brute force finds, and give right results: a part of them, all at night; bounded memory, quick."""
-from __future__ import annotations
-
 import itertools
 import random
 

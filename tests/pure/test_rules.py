@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules as data: cases in single-axis notation, and the choice among them, no tensors; every local form of one is there."""
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

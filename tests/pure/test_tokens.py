@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of tokens: a partition with equal counts, equal work, few rows; who needs which keys, against all pairs."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

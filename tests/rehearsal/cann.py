@@ -6,8 +6,6 @@ cast, and what writes into a strided target. The last of the first two writes wh
 `aclnn_copy.cpp`, `aclnn_cat.cpp` and `contiguous.cpp` of CANN's `ops-math`, as published in 2025: read, not run. Invariant:
 of shapes and strides alone; values are never asked for.
 """
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ writes must not be touched: `watch.py` tells of it, and the bytes at the wait te
 program that this does not refuse, and whose numbers are right, has every wait that it needs; `times` says how many of them
 it could have had later.
 """
-from __future__ import annotations
-
 import ctypes
 import inspect
 import math

@@ -7,8 +7,6 @@ lost there. Counted: kernels that the packing of collectives launches and the by
 except where the line is there for CPU kernels only; and computation, as the bytes that are saved for the backward, and read
 again by it.
 """
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rehearsal: the world that runs, real or fake, as one of devices."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

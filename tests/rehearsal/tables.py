@@ -4,8 +4,6 @@
 HCCL: the pages of HcclAllReduce, HcclReduceScatter, HcclAllGather and HcclBatchSendRecv of CANN 8.0 to 9.0, for Atlas A2
 and A3. NCCL: what `mindspore.ops` lets through on GPU (MindSpore 2.10, comm_ops.py) and NCCL knows.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 REDUCTIONS = ("sum", "prod", "max", "min")

@@ -6,8 +6,6 @@ touch no element, and what autograd does in C++: garbage that it takes for numbe
 in the bytes at the wait. What is asked is counted, too, as "ops" on the device: an op is one kernel at least, and what ops
 call within is theirs.
 """
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

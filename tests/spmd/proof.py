@@ -5,8 +5,6 @@ What a type promises is written here once more, on lists of NumPy arrays, withou
 the axes on which it varies; where it is partial the ranks' arrays are summed up, elsewhere they must be equal. Cotangents by
 the dual types. An answer of the table is right if every rank's own op gives what these mean, forward and backward.
 """
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

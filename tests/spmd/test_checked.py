@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checked local functions: faults of other libraries are refused before a step, at their line; what is right passes."""
-from __future__ import annotations
-
 import inspect
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of types is right: what it accepts keeps what types promise, and a wrong one is caught; no result is plain."""
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

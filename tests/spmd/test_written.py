@@ -5,8 +5,6 @@ Each program makes a tensor, looks at it by a view, writes into one of the two, 
 on NumPy arrays, of every rank and as one global program: their views and in-place ops are what MindSpore's are on a device.
 On CPU MindSpore's arithmetic leaves the object as it was, and no check may rely on that.
 """
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

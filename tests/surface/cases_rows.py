@@ -3,8 +3,6 @@
 
 `pytest tests/surface/cases_rows.py -k amp` runs those whose group or name has the word, `--tier night` in all columns.
 """
-from __future__ import annotations
-
 import re
 
 from ms_dtensor import comm

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table as a page: `python -m tests.surface.page` writes it; `cases_rows.py` asks whether it is true."""
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.surface.table import COLUMNS, all_rows

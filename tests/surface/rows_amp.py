@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision: levels chosen before and after the model is distributed, cells in 16 bits, loss scaling."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, amp, nn

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers and losses of `nn`: outputs, and gradients by inputs and parameters."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import mint, nn, ops

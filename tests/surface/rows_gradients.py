@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's own gradient functions."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of cells, tensors and parameters; recomputation."""
-from __future__ import annotations
-
 import mindspore as ms
 from mindspore import nn, ops
 

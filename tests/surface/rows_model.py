@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Model` with datasets sharded over "dp": plain inputs and labels, callbacks, every metric."""
-from __future__ import annotations
-
 import contextlib
 import io
 import os

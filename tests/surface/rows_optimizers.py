@@ -4,8 +4,6 @@
 Not here, because MindSpore 2.10 has no CPU kernel for them or they train nothing there: nn.Lamb, nn.LARS, and
 mint.optim but for its AdamW, which must be refused.
 """
-from __future__ import annotations
-
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 from mindspore import Tensor, mint, nn, ops

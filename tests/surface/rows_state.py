@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in MindSpore's own formats; parameters, nets and tensors as Python objects; seeds."""
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training cells, training loops of one's own, and what models do to their weights: freezing, adapters, ties, averages."""
-from __future__ import annotations
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops

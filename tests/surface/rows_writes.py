@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes by index and by mask into parameters and activations while training, and counting what a step communicates."""
-from __future__ import annotations
-
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 

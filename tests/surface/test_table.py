@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page says what the rows of the table say, each has a name of its own, and a cell can be wrong."""
-from __future__ import annotations
-
 from tests.surface.cases_rows import NAMED
 from tests.surface.page import NAMES, PAGE, page
 from tests.surface.table import Plain, Row, all_rows, differs, run

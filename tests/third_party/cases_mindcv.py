@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """mindcv 0.3.0, unedited, on two real ranks against one device: models, optimizers, its trainer."""
-from __future__ import annotations
-
 from importlib import import_module
 
 import mindspore as ms

@@ -4,8 +4,6 @@
 Its Qwen3 (tiny), its configuration, its `ParallelDims` and parallelize functions, its AdamW and Muon. `stand_ins` names what
 is not its own.
 """
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -3,8 +3,6 @@
 
 Its compressed mask begins at that length, and its context parallelism wants the compressed mask.
 """
-from __future__ import annotations
-
 import numpy as np
 
 from tests.cases import case

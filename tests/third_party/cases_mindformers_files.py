@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindFormers 2.1.0's own `save_checkpoint` and `load_checkpoint`, every rank its pieces: from one mesh to another."""
-from __future__ import annotations
-
 import tempfile
 
 import numpy as np

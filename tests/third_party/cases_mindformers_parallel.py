@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindFormers 2.1.0's Trainer with its pipeline parallelism, against one device."""
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindFormers 2.1.0's router: the gradient of its auxiliary loss on tensor-parallel ranks, against differences in NumPy."""
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mindspore as ms

@@ -4,8 +4,6 @@
 The reference starts with the weights that its `init_states` gave, takes the whole batch on one device, and steps its
 optimizer with `value_and_grad`'s gradients, clipped by their whole norm.
 """
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -4,8 +4,6 @@
     pip install '.[third_party]'         # mindcv
     pip download --no-deps mindformers==2.1.0 && unzip -d mf mindformers-2.1.0-*.whl && export MINDFORMERS_WHEEL=$PWD/mf
 """
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

@@ -3,8 +3,6 @@
 
 The wheel itself stays as it is: these names are put where it looks for them. Not here: what ms_dtensor is asked for.
 """
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

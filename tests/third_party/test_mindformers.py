@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of what MindFormers 2.1.0 imports is whole; see `conftest.py` for its wheel."""
-from __future__ import annotations
-
 import ast
 import os
 from collections import defaultdict

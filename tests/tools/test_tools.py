@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line and what surrounds a run: trackers, guard, peaks, plots, doctor. No ranks; MindSpore only where said."""
-from __future__ import annotations
-
 import json
 import math
 import os

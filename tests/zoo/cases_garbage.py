@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: what a step of the recipe has used is free when it ends. What refers to itself waits for Python's collector of
 garbage, which counts objects and not bytes: on a device, memory of several steps."""
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

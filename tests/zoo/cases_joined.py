@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: q, k and v as one weight, and w1 and w3: numbers and files are those of single ones, on any mesh."""
-from __future__ import annotations
-
 import numpy as np
 
 from model_zoo.llama import hf

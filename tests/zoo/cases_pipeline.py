@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: the recipe in stages, with its own configuration `tiny`: one device's losses, resumed on any mesh."""
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: what else the recipe does in stages: experts, adapters, published weights, texts; each against one device."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe on real ranks: runs of it against one device, and runs that go on from a checkpoint on any mesh."""
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

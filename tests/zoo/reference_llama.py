@@ -3,8 +3,6 @@
 
 The tests' oracle. Not fast, not reusable: loops over heads, repeats keys, complex numbers for rotary embeddings.
 """
-from __future__ import annotations
-
 import numpy as np
 
 

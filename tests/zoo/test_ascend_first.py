@@ -2,8 +2,6 @@
 """The script for a borrowed node: it runs to its end over the emulator, says at once that there is no NPU, and misses none
 of what a node may lack. A part that fails stops no other.
 """
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

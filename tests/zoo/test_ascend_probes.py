@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a borrowed node, against doubles that record what MindSpore is asked: what they say of bad devices, too."""
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from types import SimpleNamespace

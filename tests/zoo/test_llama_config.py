@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration tree: what it accepts, and what it says when it refuses. Pure: MindSpore is not imported."""
-from __future__ import annotations
-
 import sys
 import typing
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: batches are pure functions of (text, seed, step); train and held-out text are disjoint."""
-from __future__ import annotations
-
 import errno
 import json
 import sys

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`launch.py --nodes MIN:MAX`: who meets, who is lost and how that is said; and several launchers on this machine."""
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation: with a cache as without, as `transformers` does it, and as its options say. On ranks: `cases_llama.py`."""
-from __future__ import annotations
-
 import json
 
 import numpy as np

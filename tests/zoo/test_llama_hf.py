@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published configs as the recipe's, and back; whose weights a run begins with. Logits: `test_hf_ranks.py`."""
-from __future__ import annotations
-
 import json
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's indexed data sets as token files: the batches are windows of the tokens, and what is damaged is told."""
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 

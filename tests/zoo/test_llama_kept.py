@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What recomputed blocks keep: chosen by worth within a budget, counted in dry runs to the byte, and gone after the step."""
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace

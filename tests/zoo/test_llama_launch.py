@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says about a failed run, that what cannot be ends it early, signals, and two nodes on one machine."""
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@
 Nothing of these sizes is made: a small twin of the same structure is laid out over a fake world of the real size, and
 the shapes of its parameters are then read as the real ones.
 """
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from math import prod

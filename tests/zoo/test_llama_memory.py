@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe's memory formula against a count: shapes of parameters, and what autograd really saves, on a fake mesh."""
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Llama of the model zoo on one device: against a NumPy reference, against itself by its properties, made as shards."""
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 """What a dry run predicts of a run's step beside what its files say was measured; scripts/bench/mfu.py, whose counts do not
 grow with the ranks that share a layer.
 """
-from __future__ import annotations
-
 import json
 import runpy
 import sys

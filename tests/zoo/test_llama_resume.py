@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole jobs that are killed or asked to end: launch.py names the rank, starts again, and the run is the one it would be."""
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

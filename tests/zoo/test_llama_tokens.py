@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of files: which token ends a document, that messages cannot spell a template's tokens, and what is refused."""
-from __future__ import annotations
-
 import json
 import sys
 

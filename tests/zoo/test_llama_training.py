@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the recipe's options train: bfloat16 against float32 and PyTorch, micro-batches, recompute, clipped logits, more heads."""
-from __future__ import annotations
-
+"""How the recipe's options train: bfloat16 against float32 and PyTorch, micro-batches, recompute, clipped logits, more."""
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

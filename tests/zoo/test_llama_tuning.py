@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning: LoRA and SFT runs lower their held-out loss; `transformers` computes what is exported. Ranks: cases_llama."""
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

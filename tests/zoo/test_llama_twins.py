@@ -3,8 +3,6 @@
 
 The fused ops run with the library's own CPU forms of them, which `tests/coverage` proves by definition, under a rehearsal.
 """
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mindspore as ms

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watches a run of the recipe: metrics and their file, operations counted, guard, profile; in this process."""
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

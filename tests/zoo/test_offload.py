@@ -5,8 +5,6 @@ The double knows order: each stream has a clock of what it has waited for, an ev
 memory knows who wrote and read it last. Copies beside computation are made when somebody waits for them, and what they will
 write holds not-a-number until then.
 """
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import mindspore as ms

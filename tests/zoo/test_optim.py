@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW against float64 NumPy, and the gradient norm, on plain tensors. Layouts are tested where ranks are."""
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

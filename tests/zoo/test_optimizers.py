@@ -3,8 +3,6 @@
 
 Plain tensors on one process. Layouts are tested where ranks are: `dist/cases_optimizers.py`.
 """
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run in a folder where somebody has planted links under the names that it writes: what they point to stays as it was."""
-from __future__ import annotations
-
 import os
 import time
 

@@ -3,8 +3,6 @@
 
     git worktree add /tmp/then aa981e9 && PYTHONPATH=/tmp/then python tests/checkpoint/old/make_v1.py NEW_FOLDER
 """
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 
 All ranks judge together: after each step they agree about what each saw, and a failing program is made small on all.
 """
-from __future__ import annotations
-
 import math
 import re
 import zlib

@@ -3,8 +3,6 @@
 
 One device gets the whole batch and none of the wraps. Both sides are the same lines, so what differs is the library.
 """
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

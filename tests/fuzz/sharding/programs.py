@@ -3,8 +3,6 @@
 
 Nothing here runs one: `play.py` does, on one device and on ranks.
 """
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
