@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""debug.checks: a wrong rule or gradient is found before it is used, a right one costs one check and changes nothing."""
+"""debug.checks: a wrong rule or gradient is found before it is used, a right one costs one check and changes nothing.
+
+And the verifier's question whether all ranks get the same kind of thing.
+"""
 import os
 import subprocess
 import sys
@@ -11,9 +14,12 @@ from mindspore import Tensor, mint
 from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh, register_rule, value_and_grad
 from ms_dtensor.custom_ops import checks as made_checks
 from ms_dtensor.debug import checks
+from ms_dtensor.debug.verify.alike import check_alike
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, OpRuleError
+from ms_dtensor.ops.local import run
 from ms_dtensor.ops.rules import RULES
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 A = np.random.default_rng(0).normal(size=(4, 6)).astype("f")
@@ -112,3 +118,31 @@ def test_the_environment_turns_it_on():
     out = subprocess.run([sys.executable, "-c", "from ms_dtensor import modes; print(modes.mode.get().check_rules)"],
                          env={**os.environ, "MS_DTENSOR_DEBUG": "1"}, capture_output=True, text=True, check=True)
     assert out.stdout.strip().endswith("True")
+
+
+X = Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+
+FRESH = """
+import mindspore as ms, numpy as np
+from mindspore import mint
+ms.runtime.launch_blocking()
+from ms_dtensor.debug.verify import check_rule
+report = check_rule(mint.matmul, np.ones((4, 6), np.float32), np.ones((6, 3), np.float32), axes=((2,),))
+assert report.compared and not report.wrong, report.wrong[:1]
+print("fine")
+"""
+
+
+def test_a_process_that_imports_nothing_else():
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout.strip() == "fine", done.stderr[-1500:]
+
+
+def test_it_tells_a_tensor_from_a_tuple_of_one(monkeypatch):
+    def split(x):
+        return mint.split(x, 3, 1)
+    assert check_alike(split, (X,), {}) == []
+    real = run.on_stand_ins
+    monkeypatch.setattr(run, "on_stand_ins", lambda *args: real(*args)[0])
+    wrong = check_alike(split, (X,), {})
+    assert wrong and "tuple(" in wrong[0]

@@ -88,7 +88,7 @@ LATER = (
     Later("tests/checkpoint/test_hf_ranks.py::*", "merge", "a launch of its own; `dist/cases_hf` and `test_hf` stay"),
     Later("tests/test_rehearsal.py::*", "merge",
           "scripts; `dist/cases_rehearsal` counts kernels and waits, `cases_overlapped` who is late"),
-    Later("tests/test_mutations.py::*", "merge", "plants faults in op rules; `test_forms` stays"),
+    Later("tests/coverage/test_forms.py::test_every_planted*", "merge", "plants faults in op rules; the others stay"),
     Later("tests/test_hyper_parallel.py::test_the_pages_command*", "merge", "a launch; `test_a_script_runs_unedited` stays"),
     Later("tests/test_packaging.py::test_readme_example_runs*", "merge", "a launch; `cases_docs` runs the pages"),
     Later("tests/test_docs.py::test_the_site_builds*", "merge", "builds the site; links and blocks stay"),

@@ -5,6 +5,9 @@ Everything, with all arguments and meshes of two axes, runs in `python -m ms_dte
 Forms that must be refused all run.
 """
 import importlib
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,3 +60,13 @@ def test_a_function_is_asked_alone_and_a_part_of_a_name_by_all_that_have_it():
         return {form.name for _, form in corpus(name=text)}
     assert names("ops.add") == {"ops.add", "ops.add(x, 2)"}
     assert {"ops.addcmul", "mint.addcmul", "mint.addcmul(value)"} <= names("addcm") and not names("no such name")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_every_planted_fault_is_caught():
+    done = subprocess.run([sys.executable, "scripts/mutate_rules.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = json.loads(done.stdout[done.stdout.index("{"):])
+    assert result["planted"] >= 40 and not result["survived"], result
