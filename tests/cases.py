@@ -8,9 +8,9 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
 
 which pytest collects as `cases_comm.py::all_reduce_sums[4]` (see `tests/conftest.py`); all cases of a world size share one
 launch. In a folder that says `WORLD = 4`, as `tests/dist`, the mark is left out: there each function of `world` is a case of
-four ranks, and `case` says what is otherwise. One that asks for `grid` or `line` beside it is given that mesh. A module that
-says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in their processes what
-others must not meet, or that wait for time limits.
+four ranks, of four minutes at most, and `case` says what is otherwise. One that asks for `grid` or `line` beside it is given
+that mesh. A module that says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in
+their processes what others must not meet, or that wait for time limits.
 
 Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
@@ -39,7 +39,7 @@ MESHES = {"line": "mesh_1d", "grid": "mesh_2d"}  # that a case may ask for, of t
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
-def case(world_size: int | tuple[int, ...] = 4, timeout: float = 180) -> Callable[[Callable], Callable]:
+def case(world_size: int | tuple[int, ...] = 4, timeout: float = 240) -> Callable[[Callable], Callable]:
     """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes."""
 
     def mark(fn: Callable) -> Callable:
@@ -50,7 +50,7 @@ def case(world_size: int | tuple[int, ...] = 4, timeout: float = 180) -> Callabl
     return mark
 
 
-def cases(world_size: int | tuple[int, ...], rows: dict[str, tuple], timeout: float = 180) -> Callable[[Callable], Callable]:
+def cases(world_size: int | tuple[int, ...], rows: dict[str, tuple], timeout: float = 240) -> Callable[[Callable], Callable]:
     """Makes a case of each row of a table, by the row's name: the function with the row behind `world`."""
 
     def mark(fn: Callable) -> Callable:

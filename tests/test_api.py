@@ -17,7 +17,6 @@ from mindspore import Tensor
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT = ROOT / "tests" / "snapshots" / "api.txt"
 FROZEN = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.pipeline", "ms_dtensor.checkpoint",

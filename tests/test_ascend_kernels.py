@@ -25,7 +25,6 @@ from ms_dtensor.ops.local import attention, moe, varlen
 from ms_dtensor.ops.rules.attention import FAR
 from tests.rehearsal.cann import before_joining, copied, ordered
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -21,7 +21,7 @@ from tests.borders import CALLS, EAGER_ONLY, compare
 from tests.msrun import PATIENCE, ROOT
 from tests.tiers import at_night
 
-pytestmark = pytest.mark.usefixtures("cpu")
+
 @pytest.fixture
 def x():
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))

@@ -21,7 +21,6 @@ from ms_dtensor.ops.local import run
 from ms_dtensor.ops.rules import RULES
 from tests.msrun import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 A = np.random.default_rng(0).normal(size=(4, 6)).astype("f")
 RIGHT, WRONG = "S(0), S(0) -> S(0)\nS(1), R -> S(1)", "S(0), R -> S(0)"
 

@@ -15,8 +15,6 @@ from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import rooms
 from tests.rehearsal.session import rehearsed
 
-pytestmark = pytest.mark.usefixtures("cpu")
-
 
 def rows(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

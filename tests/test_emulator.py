@@ -18,7 +18,6 @@ from ms_dtensor.internals.names import GroupOptions, NoFallbackGuard
 from tests.rehearsal.emulator import Refused, emulated, in_place_of_mindspore, memory
 from tests.rehearsal.session import rehearsed
 
-pytestmark = pytest.mark.usefixtures("cpu")
 FLOATS = (ms.float32, ms.float16, ms.bfloat16)
 
 

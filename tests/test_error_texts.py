@@ -15,7 +15,6 @@ import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, Partial, Replicate, Shard, comm, distribute_tensor, init_device_mesh
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 FOLDER = Path(__file__).parent / "snapshots"
 R, P, S = Replicate(), Partial(), Shard
 

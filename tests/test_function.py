@@ -10,7 +10,6 @@ from mindspore import Tensor, nn, ops
 from ms_dtensor import DFunction, Shard, distribute_tensor, grad, init_device_mesh, local_map, value_and_grad
 from ms_dtensor.errors import LayoutError, OpRuleError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 X = Tensor(np.array([1.0, 2.0, 3.0], np.float32))
 Y = Tensor(np.array([0.5, -1.0, 2.0], np.float32))
 

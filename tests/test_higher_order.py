@@ -10,7 +10,6 @@ from ms_dtensor.errors import OpRuleError
 from ms_dtensor.ops.local.orders import AGAIN, BILINEAR, LINEAR
 from ms_dtensor.ops.rules import RULES
 
-pytestmark = pytest.mark.usefixtures("cpu")
 A = np.random.default_rng(0).normal(size=(3, 4))
 W = np.random.default_rng(1).normal(size=(4, 5))
 ROWS = np.array([2, 0], np.int32)

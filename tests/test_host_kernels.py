@@ -19,7 +19,6 @@ from ms_dtensor.internals import gemm
 from ms_dtensor.ops.local.cpu_nn import rms_norm
 from ms_dtensor.ops.local.rows_cpu import parts
 
-pytestmark = pytest.mark.usefixtures("cpu")
 DRAW = np.random.default_rng(11)
 WHOLE, TABLE = DRAW.standard_normal((37, 53)), DRAW.standard_normal((60, 61))
 FORMS = {"in one piece": lambda x: x.copy(), "turned": lambda x: x.T.copy().T,

@@ -11,7 +11,6 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor.internals.host import host_array
 
-pytestmark = pytest.mark.usefixtures("cpu")
 TABLE = np.random.default_rng(3).integers(-99, 99, (6, 8))
 
 

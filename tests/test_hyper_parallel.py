@@ -17,8 +17,6 @@ from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from tests.msrun import PATIENCE, run_ranks
 
-pytestmark = pytest.mark.usefixtures("cpu")
-
 # Every import from hyper_parallel in MindFormers 2.1.0 (the wheel), by module.
 MINDFORMERS = {
     "": "DTensor DeviceMesh PipelineStage SkipDTensorDispatch init_device_mesh shard_module",

@@ -16,7 +16,6 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.ops.rules import RULES, Call, Operand
 from tests.msrun import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 BASE = "ms_dtensor.compat.torch_names."
 
 

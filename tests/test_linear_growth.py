@@ -8,7 +8,6 @@ import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, comm
 from tests.calls import calls
 
-pytestmark = pytest.mark.usefixtures("cpu")
 FEW, MANY = 50, 200
 
 

@@ -16,7 +16,6 @@ from ms_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, va
 from ms_dtensor.dispatch import patches
 from ms_dtensor.dispatch.operands import recording
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROWS = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 NUMBERS = itertools.count(1)  # of values that no other test has: MindSpore keeps them for the whole process
 

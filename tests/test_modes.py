@@ -15,7 +15,6 @@ from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, DTensorError, MixedOperandError
 from tests.msrun import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 A = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 

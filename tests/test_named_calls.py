@@ -8,7 +8,6 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_module, distribute_tensor, init_device_mesh
 from ms_dtensor.errors import DTensorError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 PLACEMENTS = ([Shard(7)], [Shard(0), Shard(1)], ["x"], ("dp", "None"), {"x": Shard(0)}, 3, "tp")
 
 

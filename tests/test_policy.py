@@ -18,7 +18,6 @@ from ms_dtensor.dispatch import policy
 from ms_dtensor.errors import ImplicitCommError
 from tests.msrun import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 R, P, S = md.Replicate(), Partial(), Shard
 HERE = str(Path(__file__))
 LINES = Path(HERE).read_text().splitlines()

@@ -19,7 +19,6 @@ from ms_dtensor.dispatch.patches import recomputed
 from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.internals.names import executor
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROWS = np.random.default_rng(5).normal(size=(4, 6)).astype(np.float32)
 
 

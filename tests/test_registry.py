@@ -13,7 +13,6 @@ from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.ops.rules import RULES, Call, Case, Operand, OpSpec
 from ms_dtensor.ops.rules.names import PRIMITIVES
 
-pytestmark = pytest.mark.usefixtures("cpu")
 A, B = np.random.default_rng(0).normal(size=(4, 6)).astype("f"), np.random.default_rng(1).normal(size=(4,)).astype("f")
 
 

@@ -9,7 +9,6 @@ import ms_dtensor as md
 from ms_dtensor.errors import ConfigError, OpRuleError
 from tests.test_recompute import backward, recorded
 
-pytestmark = pytest.mark.usefixtures("cpu")
 RUNS: list[str] = []
 
 

@@ -16,7 +16,6 @@ from ms_dtensor.ops.rules import RULES, Call, Operand
 from ms_dtensor.ops.rules.select import choose
 from ms_dtensor.redistribute.plan import plan, relabels
 
-pytestmark = pytest.mark.usefixtures("cpu")
 R, P, S = Replicate(), Partial(), Shard
 
 

@@ -20,7 +20,6 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import OpRuleError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 PLACED = (Replicate(), Shard(0), Shard(1))
 CALLS = {  # one operand is twice as large as fits: a shard of it on two ranks does
     "matmul": (mint.matmul, (4, 8), (4, 3)), "matmul, rows": (mint.matmul, (3, 4), (8, 3)), "bmm": (

@@ -15,8 +15,6 @@ import ms_dtensor as md
 from ms_dtensor.checkpoint import CheckpointCallback, Checkpointer, RandomState, latest
 from ms_dtensor.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("cpu")
-
 
 def run(root, steps: int, kill_after: int = 0, resume="latest", **options) -> list[float]:
     """A "training" whose numbers come from the random stream; returns what it has seen, from the first step on."""

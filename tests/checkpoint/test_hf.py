@@ -21,7 +21,6 @@ from ms_dtensor.checkpoint.weights import INDEX, Weights
 from ms_dtensor.errors import CheckpointError
 from tests.msrun import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 NAMES = {"body.*.weight": "model.layers.*.proj.weight", "body.*.bias": "model.layers.*.proj.bias",
          "tail.head": "lm_head.weight", "experts.*": "model.experts.*.*.weight"}
 

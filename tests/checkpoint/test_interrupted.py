@@ -16,7 +16,6 @@ from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile
 from ms_dtensor.errors import CheckpointError
 from tests.checkpoint.test_disk import CALLS, Refusing, saved, sound
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -125,7 +125,6 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path, what):
 
 
 V1 = Path(__file__).parent / "old" / "v1"
-pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def test_it_loads_verifies_and_is_saved_again_in_the_format_of_today(tmp_path, capsys):

@@ -18,7 +18,6 @@ from ms_dtensor.checkpoint.reader import read_index
 from ms_dtensor.checkpoint.state import State
 from ms_dtensor.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64, np.float16,
           np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 

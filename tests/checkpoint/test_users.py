@@ -18,7 +18,6 @@ from ms_dtensor.checkpoint.folder import Folder, steps
 from ms_dtensor.checkpoint.safetensors_file import write_safetensors
 from ms_dtensor.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, which only root can")
 ONE, TWO = 65533, 65534
 

@@ -103,7 +103,6 @@ def gather_and_ring_are_one_device(world):
             assert len(back) == len(events) * (1 if algorithm == "gather" else 2), (what, back)
 
 
-@case(world_size=2)
 def a_document_in_order_costs_what_a_ring_costs_and_whole_documents_nothing(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     g, row = 2, 2 * 2 * E * 8
@@ -117,7 +116,6 @@ def a_document_in_order_costs_what_a_ring_costs_and_whole_documents_nothing(worl
         assert none == [] and back == []
 
 
-@case(world_size=2)
 def ulysses_is_a_redistribution(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
     n, h, g = 12, 8, 2
@@ -166,7 +164,6 @@ def beside_data_and_tensor_parallelism(world):
                 assert off <= 1e-12, (names, algorithm, name, off)
 
 
-@case(world_size=2)
 def narrow_floats_are_computed_in_float32_and_rounded_once(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     tokens, arrays = md.balance([9, 6], 2), drawn(15, 4, 2)
@@ -187,7 +184,6 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
                 assert off <= 4 * eps, (dtype, algorithm, name, off)
 
 
-@case(world_size=2)
 def any_scale_is_as_exact_as_the_operands(world):
     """A number beside float64 is taken for float32 by MindSpore; 1/sqrt(4) would not show it."""
     mesh, tokens, arrays = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6], 2), drawn(15, 4, 2)
@@ -203,7 +199,6 @@ def any_scale_is_as_exact_as_the_operands(world):
             assert np.abs(got.to_local().asnumpy() - want[mine]).max() <= 1e-12, (algorithm, window)
 
 
-@case(world_size=2)
 def what_is_no_number_reaches_only_what_sees_it(world):
     """A weight of 0 times NaN is NaN: a later token of the document must not reach an earlier one by it, nor back."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -232,7 +227,6 @@ def what_is_no_number_reaches_only_what_sees_it(world):
                 assert np.abs(got.to_local().asnumpy()[whole] - x[mine][whole]).max(initial=0) <= 1e-12
 
 
-@case(world_size=2)
 def a_scale_of_nothing_is_a_scale(world):
     mesh, tokens = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6], 2)
     (q, k, v, _), _ = shares(mesh, tokens, drawn(15, 4, 2), ("cp",))
@@ -243,7 +237,6 @@ def a_scale_of_nothing_is_a_scale(world):
         assert np.array_equal(even, other) and not np.allclose(even, usual, atol=1e-3), algorithm
 
 
-@case(world_size=2)
 def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     heads = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
@@ -292,7 +285,6 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
     assert [e.implicit for e in events if e.dst.startswith("f64")] == [False] * 2  # of one cut by heads, and back
 
 
-@case(world_size=2)
 def another_order_on_some_rank_is_told_to_all_under_checks(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     orders = md.in_order([9, 6], 2), md.head_tail([9, 6], 2)
@@ -385,7 +377,6 @@ def the_style_is_the_cell_of_whole_rows(world):
         same_on_all_ranks(world, text)
 
 
-@case(world_size=2, timeout=120)
 def on_a_devices_branch_the_same_is_sent_and_all_is_waited_for(world):
     """Rows as HCCL takes them, in the strict double; one rank has no tokens, and so nothing that it could send."""
     with rehearsed():
@@ -395,7 +386,6 @@ def on_a_devices_branch_the_same_is_sent_and_all_is_waited_for(world):
                 compare(mesh, ("cp",), algorithm, tokens, 4, 2, f"rehearsed {algorithm} {tokens.documents}")
 
 
-@case(world_size=2, timeout=120)
 def a_thousand_documents_of_one_token(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     for algorithm in sampled(("ring", "gather"), 2):

@@ -13,7 +13,6 @@ from tests.long.fuzz_tokens import Judge
 from tests.tiers import sampled
 
 
-@case(2, timeout=200)
 def random_mixtures_over_tokens_are_one_devices(world):
     all_right(world, [generate(seed, 2) for seed in sampled(range(0, 40, 8), 2)], refer, Judge)
 
@@ -23,7 +22,6 @@ def random_mixtures_beside_other_axes_are_one_devices(world):
     all_right(world, [generate(seed, 4) for seed in sampled((0, 20), 2)], refer, Judge)
 
 
-@case(2)
 def planted_faults_are_seen(world):
     """Keys' gradients that stay where they are, and rows of experts that are not added up, are gradients alone."""
     steps = [Step("train", [[Pass([(9, 4)], 1)]], inputs=True)]

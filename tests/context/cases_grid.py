@@ -74,7 +74,6 @@ def the_backward_sends_what_the_formulas_say(world):
                 assert by.get("gradients of keys and values", 0) == home and len(by) <= 2, (documents, by, home)
 
 
-@case(world_size=2)
 def heads_for_tokens_cost_back_what_they_cost_there(world):
     mesh, (n, h, g) = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)), (12, 8, 2)
     events, back = compare(mesh, ("ulysses",), "gather", md.in_order([7, 4, 1], 1), h, g, "ulysses")
@@ -95,7 +94,6 @@ class Attending(nn.Cell):
         return self.attention(mint.matmul(q, self.weight), k, mint.matmul(v, self.weight), self.tokens)
 
 
-@case(world_size=2)
 def recompute_fetches_keys_again_or_keeps_them(world):
     """The same gradients to the bit; with `save=["send_rows"]` as much is sent as without recompute."""
     mesh, tokens = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6, 4], 2)
@@ -171,7 +169,6 @@ def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
         same_on_all_ranks(world, text)
 
 
-@case(world_size=2)
 def torchs_context_parallel_gives_the_cut_batch(world):
     from ms_dtensor.compat.torch_names.distributed.tensor.experimental import context_parallel
     from ms_dtensor.compat.torch_names.distributed.tensor.experimental._attention import context_parallel_unshard

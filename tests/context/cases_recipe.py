@@ -48,7 +48,6 @@ def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=Non
     return [e for e in events if e.src == "keys and values"]
 
 
-@case(world_size=2, timeout=200)
 def two_ranks_share_the_tokens_of_all_rows(world):
     for order in sampled(("balanced", "head_tail", "in_order"), 3):
         fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
@@ -117,7 +116,6 @@ def a_run_goes_on_with_other_ranks_sharing_its_tokens(world):
         goes_on(made, source, sampled(layouts[1:], 2), at=2, steps=4, loss=1e-6)
 
 
-@case(world_size=2)
 def what_the_recipe_cannot_do_with_it_is_refused(world):
     sizes = ModelConfig(**SIZES)
     for parallel, model, train, said in (

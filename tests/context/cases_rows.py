@@ -95,7 +95,6 @@ def a_rank_that_uses_nothing_of_what_came_stays_in_the_backward(world):
     assert group.all_gather_object(me) == list(range(n))  # in step
 
 
-@case(world_size=2)
 def tensors_of_one_node_travel_together(world):
     """Floats of two dtypes and integers: each as it would alone; one result is not used on one rank."""
     me = world.rank
@@ -120,7 +119,6 @@ def tensors_of_one_node_travel_together(world):
     assert count == {("all_to_all", "forward"): 3, ("all_to_all", "backward"): 2}, count
 
 
-@case(world_size=2)
 def the_second_derivative_is_the_map_again(world):
     me = world.rank
     group = comm.group((0, 1))
@@ -136,7 +134,6 @@ def the_second_derivative_is_the_map_again(world):
     np.testing.assert_allclose(second.asnumpy(), mine(want, counts, me), rtol=1e-12)
 
 
-@case(world_size=2)
 def half_precision_is_added_up_in_float32_and_rounded_once(world):
     me = world.rank
     group = comm.group((0, 1))
@@ -147,7 +144,6 @@ def half_precision_is_added_up_in_float32_and_rounded_once(world):
         assert home.item() == (16 * (1 + 2.0**-7) if me == 0 else 1 + 2.0**-7), home
 
 
-@case(world_size=2)
 def tables_that_do_not_fit_are_refused_by_all_and_ranks_go_on(world):
     me = world.rank
     group = comm.group((0, 1))

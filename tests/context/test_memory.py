@@ -23,7 +23,6 @@ from ms_dtensor.parallel import context
 from ms_dtensor.parallel import ring as rounds
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.usefixtures("cpu")
 CFG = ModelConfig(dim=48, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=40)
 E, ROWS = CFG.head_dim, 512
 

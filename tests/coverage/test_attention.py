@@ -10,7 +10,6 @@ from ms_dtensor.errors import MixedOperandError, OpRuleError
 from ms_dtensor.ops import rng
 from tests.coverage.references import TRIANGLE
 
-pytestmark = pytest.mark.usefixtures("cpu")
 RNG = np.random.default_rng(0)
 
 

@@ -21,7 +21,6 @@ from ms_dtensor.tools.forms.form import Form
 from ms_dtensor.tools.forms.samples import arrays
 from tests.coverage.test_forms import FORMS
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ADD = Form("mint.add", lambda x: x + x, arrays((4, 3)))
 SLICE = [pytest.param(family, f, id=f.name) for family in FORMS
          for f in [f for f in FORMS[family] if f.raises is None][3::80]]

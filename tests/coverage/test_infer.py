@@ -7,15 +7,12 @@ calls and shards, runs in `tests/long/infer_gate.py`.
 from dataclasses import replace
 
 import mindspore as ms
-import pytest
 from mindspore import Tensor, mint, ops
 
 from ms_dtensor.debug.verify.capture import capture
 from ms_dtensor.ops.local import CPU
 from ms_dtensor.ops.rules import RULES
 from tests.coverage.infer import Gate, ask, calls_of_corpus, calls_of_llama
-
-pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def test_primitives_without_a_cpu_kernel(tmp_path):

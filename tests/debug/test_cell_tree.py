@@ -17,7 +17,6 @@ from ms_dtensor.debug import CommDebugMode, explain
 from ms_dtensor.debug.comm_mode import human, table
 from ms_dtensor.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("cpu")
 X = Tensor(np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
 PLAN = {"layers.*.up": md.ColwiseParallel(), "layers.*.down": md.RowwiseParallel(use_local_output=False)}
 

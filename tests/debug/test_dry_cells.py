@@ -17,8 +17,6 @@ from ms_dtensor.errors import ConfigError, DTensorError
 from ms_dtensor.tools.forms.form import Form
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.usefixtures("cpu")
-
 
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm((8,)), lambda: nn.GroupNorm(2, 8)], ids=["layer", "group"])
 @pytest.mark.parametrize("lay_out", [lambda net, mesh: md.distribute_module(net, mesh), md.replicate],

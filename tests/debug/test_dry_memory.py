@@ -17,8 +17,6 @@ from ms_dtensor.debug.predict import Op
 from ms_dtensor.debug.predict.timeline import work_of
 from ms_dtensor.ops.local import varlen_cpu
 
-pytestmark = pytest.mark.usefixtures("cpu")
-
 
 def test_pages_of_a_pool_have_gaps_and_do_not_come_back():
     """Pieces that are given back leave gaps, which serve what fits; the longest free of one size is the first to be used."""

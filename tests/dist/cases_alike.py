@@ -11,7 +11,6 @@ from mindspore import Tensor, mint, nn, ops
 
 from ms_dtensor import DTensor, value_and_grad
 from ms_dtensor.errors import DTensorError
-from tests.cases import case
 from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, check_against_one_device, counted, equal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
@@ -102,7 +101,6 @@ NORMS = {"norm inf": lambda x: mint.norm(x, INF, 0), "norm -inf": lambda x: mint
          "vector_norm inf": lambda x: mint.linalg.vector_norm(x, INF, 1)}
 
 
-@case(world_size=4, timeout=240)
 def ties_uneven_over_shards(world):
     one = np.float32([5, 5, 5, 1, 0, 0, 0, 0]).reshape(8, 1)
     rng = np.random.default_rng(0)
@@ -149,7 +147,6 @@ UNARY = {
 }
 
 
-@case(world_size=4, timeout=240)
 def dtypes_are_one_devices(world):
     rng = np.random.default_rng(1)
     for shift, dtype in enumerate(sampled(("bool", "int8", "uint8", "int32", "int64", "float16", "float64", "complex64"), 4)):

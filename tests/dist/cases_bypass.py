@@ -14,7 +14,6 @@ from mindspore import Parameter, Tensor, mint, ops
 
 from ms_dtensor import DTensor, comm, value_and_grad
 from ms_dtensor.errors import MixedOperandError, OpRuleError
-from tests.cases import case
 from tests.dist.operands import P, R, S, mesh_1d, mesh_2d, placed
 from tests.dist.support import equal, refusal
 from tests.tiers import sampled
@@ -35,7 +34,6 @@ INDICES = (0, -1, slice(1, 4), slice(None, None, -2), (slice(None), 2), (Ellipsi
            (1, [0, 5]), ([1, 2], None, [3, 4]), np.ix_([0, 2, 4], [1, 5]), slice(3, 2), ())
 
 
-@case(world_size=4, timeout=180)
 def getitem_as_numpy(world, grid):
     for shift, placements in enumerate(layouts()):
         x = placed(A, grid, *placements)
@@ -62,7 +60,6 @@ def getitem_refusals_are_the_same_everywhere(world):
     refusal(lambda: x[out], (IndexError, ValueError, RuntimeError))
 
 
-@case(world_size=4, timeout=180)
 def setitem_as_numpy(world, grid):
     for shift, placements in enumerate(layouts()):
         for index in sampled(INDICES, 7, shift):
@@ -137,7 +134,6 @@ IN_PLACE = {
 }
 
 
-@case(world_size=4, timeout=180)
 def in_place_ops_write(world, grid):
     """MindSpore on CPU: `x.add_(y)` leaves x as it was."""
     others = ([R, R], [S(0), S(1)], [S(1), R])
@@ -221,7 +217,6 @@ def _numpy_view(name, a):
             lambda: VIEWS[name](a))()
 
 
-@case(world_size=4, timeout=180)
 def a_write_through_a_view_reaches_the_original_or_raises(world):
     """Peer: `y = x[1:3]; y.zero_()` on a sharded dim leaves x as it was, and says nothing."""
     through = 0

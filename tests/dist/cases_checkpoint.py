@@ -91,7 +91,6 @@ def every_optimizer_comes_back_bit_for_bit(world):
             _same(values(other), want, f"{build} {layout}")
 
 
-@case(world_size=4, timeout=120)
 def bytes_are_written_once_evenly_and_only_those_needed_are_read(world, grid):
     root = shared_folder()
     value = np.random.default_rng(1).normal(size=(4096, 1024)).astype(np.float32)  # 16 MiB
@@ -112,7 +111,6 @@ def bytes_are_written_once_evenly_and_only_those_needed_are_read(world, grid):
         assert np.array_equal(array(target[name]), value)
 
 
-@case(world_size=4, timeout=120)
 def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world):
     root, mesh = shared_folder(), mesh_1d(4)
     partial_sum = DTensor.from_local(data(1, 3, 2), mesh, [P])
@@ -180,7 +178,6 @@ def ranks_whose_keys_come_in_another_order_save_and_load_one_state(world):
     assert checkpoint.load(state | dict(more), root / "a", strict=False).missing == ("extra2", "extra0", "extra1")
 
 
-@case(world_size=4, timeout=120)
 def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world, grid):
     """tp on mesh["tp"] of a 2x2 mesh, nothing on dp."""
     from ms_dtensor import fully_shard, parallelize_module
@@ -236,7 +233,6 @@ def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
         os.chdir(here)
 
 
-@case(world_size=4, timeout=120)
 def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
     root, x = shared_folder(), data(3, 4, 6)[world.rank:world.rank + 1]
     state = stepped("fsdp=4", 1)
@@ -250,7 +246,6 @@ def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
     assert np.array_equal(array(other["model"](x)), want)
 
 
-@case(world_size=4, timeout=120)
 def one_ranks_failure_is_raised_on_all_and_the_previous_checkpoint_stays(world):
     from ms_dtensor.checkpoint import saving
     root, mesh = shared_folder(), mesh_1d(4)
@@ -283,7 +278,6 @@ def one_ranks_failure_is_raised_on_all_and_the_previous_checkpoint_stays(world):
     assert checkpoint.load(first, root).step == 4 and np.array_equal(array(first["w"]), array(second["w"]))
 
 
-@case(world_size=4, timeout=120)
 def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
     root, mesh = shared_folder(), mesh_1d(4)
     value = data(1, 8, 300)
@@ -302,7 +296,6 @@ def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
         assert "1 of 4 ranks failed, the first is rank 2" in text and path.name in text, text
 
 
-@case(world_size=4, timeout=120)
 def an_asynchronous_save_holds_the_values_of_its_moment(world):
     root, state = shared_folder(), stepped("fsdp=2 x tp=2", 1)
     want = values(state)

@@ -57,7 +57,6 @@ for _page, _count in PAGES.items():
     vars()[_page.rpartition("/")[2]] = _case(_page, _count)
 
 
-@case(world_size=4, timeout=120)
 def tutorial(world):
     """On four ranks where the page has eight: what is printed is the same but for the numbers of ranks."""
     every = blocks("tutorial")

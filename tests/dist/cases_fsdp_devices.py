@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import memory
-from tests.cases import call, case
+from tests.cases import call
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
 from tests.dist.cases_fully_shard import ROWS, Net, both, cut_up, filled, fsdp, loss_of, mine, same_step, scalar
 from tests.dist.operands import Built, R, S, mesh_2d
@@ -51,7 +51,6 @@ def bfloat16_is_one_devices_bfloat16(world):
         equal(g, w.to_local(), p.name, rtol=2**-6)
 
 
-@case(4, timeout=240)
 def on_emulated_devices_as_on_the_cpu(world):
     def run(kind: str, again: dict | None = None, **how):
         mesh, out = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), []
@@ -79,7 +78,6 @@ def on_emulated_devices_as_on_the_cpu(world):
     assert [still == 0 for still in stood] == [True, True, True, False] * 3, stood  # after the last there is no computation
 
 
-@case(4, timeout=240)
 def gradients_completed_late_are_whole_for_whoever_asks(world):
     def run(kind: str):
         mesh, seen, out = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), [], []

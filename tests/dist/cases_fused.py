@@ -9,7 +9,6 @@ from mindspore import Tensor, mint, nn
 import ms_dtensor
 import ms_dtensor as md
 from ms_dtensor import FusedColwiseParallel, FusedShard, distribute_tensor, replicate, value_and_grad
-from tests.cases import case
 from tests.dist.cases_plans import Attention
 from tests.dist.cases_styles import fill
 from tests.dist.operands import R, S, data
@@ -98,7 +97,6 @@ OPS = {
 }
 
 
-@case(world_size=4, timeout=120)
 def ops_on_a_fused_shard_equal_one_device(world, grid):
     x = data(10, 8, 6)
     for shift, (name, op) in enumerate(OPS.items()):

@@ -24,7 +24,6 @@ from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import value_and_grad
-from tests.cases import case
 from tests.dist.operands import S
 from tests.dist.support import array, each_once, equal, same_on_all_ranks
 from tests.tiers import sampled
@@ -77,7 +76,6 @@ def is_one_devices(loss_of, net, mesh, batch, of_one, what):
     equal(grads, wanted, what, 1e-4)
 
 
-@case(world_size=4, timeout=120)
 def options_of_other_families_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
@@ -97,7 +95,6 @@ def loss_of(net):
     return loss
 
 
-@case(world_size=4, timeout=120)
 def mixtures_of_experts_train_as_on_one_device(world):
     """Their widths cut over tp, or whole on each rank; the same choices are dropped on every mesh."""
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
@@ -113,7 +110,6 @@ def mixtures_of_experts_train_as_on_one_device(world):
             is_one_devices(loss_of, net, mesh, (x, y), of_one[shift], f"{name} {layout}")
 
 
-@case(world_size=4, timeout=120)
 def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
     """DeepSeek's block: every gradient, with heads cut over tp and experts whole, cut by width, or over ep."""
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
@@ -130,7 +126,6 @@ def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
         equal(net(own_rows(x, mesh))[2], loads, f"{layout} loads")
 
 
-@case(world_size=4, timeout=120)
 def steps_of_the_recipe_are_those_of_one_device(world):
     """A slice of `model_zoo/llama/tools/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
     text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
@@ -154,7 +149,6 @@ def steps_of_the_recipe_are_those_of_one_device(world):
             assert np.linalg.norm(p - w) <= 1e-4 * np.linalg.norm(w), (parallel, i)
 
 
-@case(world_size=4, timeout=120)
 def any_budget_of_recomputed_blocks_gives_one_devices_gradients(world):
     """Nothing kept, some results in some layers, all of them: the choice is every rank's, the numbers are one device's."""
     rows = np.random.default_rng(1).integers(0, 37, (2, 8, 6)).astype(np.int32)
@@ -177,7 +171,6 @@ def any_budget_of_recomputed_blocks_gives_one_devices_gradients(world):
             assert np.linalg.norm(g - w) <= 1e-5 * np.linalg.norm(w), (parallel, gib)
 
 
-@case(world_size=4, timeout=120)
 def packed_documents_know_nothing_of_each_other(world):
     """The logits and gradients of packed rows are those of the documents alone; recomputed blocks too."""
     cfg, ids = ModelConfig(sliding_window=4, **SIZES), np.random.default_rng(7).integers(1, 37, (4, 12)).astype(np.int32)
@@ -217,7 +210,6 @@ def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndar
     return ids
 
 
-@case(world_size=4, timeout=120)
 def generation_and_evaluation_are_those_of_one_device(world):
     """With a cache, heads cut over tp: the tokens; drawn alike on all ranks; and the loss of a text with an odd end."""
     prompt = np.array([[1, 5, 9], [30, 2, 2]], np.int32)
@@ -236,7 +228,6 @@ def generation_and_evaluation_are_those_of_one_device(world):
             same_on_all_ranks(world, str(drawn))
 
 
-@case(world_size=4, timeout=120)
 def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
     """Their gradients, the frozen matrices without one, and the logits after `merge`."""
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
@@ -270,7 +261,6 @@ def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
 WATCHED = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelConfig(2, 2, sequence_parallel=True, fsdp=True)}
 
 
-@case(world_size=4, timeout=120)
 def logits_are_clipped_as_on_one_device(world):
     def of_one():
         plain = made(CFG)
@@ -308,7 +298,6 @@ def ahead_batch() -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
 
 
-@case(world_size=4, timeout=180)
 def multi_token_prediction_trains_as_on_one_device(world):
     x, y = ahead_batch()
     references = each_once(*(lambda of=of: loss_and_gradients(loss_ahead, made_ahead(*of), x, y) for of in AHEAD.values()))

@@ -11,7 +11,6 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, FusedShard, Layout, comm, distribute_tensor, optim, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.tensor.distribute import like_parameter
-from tests.cases import case
 from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, counted, each_once, equal, refusal, refused_alike, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
@@ -70,13 +69,11 @@ def _compare(build, pieces, meshes, kinds=None, close=CLOSE):
     return events, many
 
 
-@case(world_size=4, timeout=120)
 def sgd_steps_on_any_layout_and_says_nothing(world):
     events, _ = _compare(BUILD["SGD"], PIECES, [mesh_2d()] * len(PIECES))
     assert not events
 
 
-@case(world_size=4, timeout=120)
 def others_that_step_element_by_element_do_so_on_any_layout_and_say_nothing(world):
     for name, options in OPTIMIZERS.items():
         made = getattr(optim, name)
@@ -102,7 +99,6 @@ MINDSPORES = {
 }
 
 
-@case(world_size=4, timeout=240)
 def mindspores_optimizers_step_on_any_layout_and_say_nothing(world):
     pieces = [PIECES[i] for i in (1, 3, 4, 7, 13)]  # each parameter is compiled: an even one, uneven ones, and empty shards
     for name, build in sampled(MINDSPORES.items(), 3):
@@ -110,7 +106,6 @@ def mindspores_optimizers_step_on_any_layout_and_say_nothing(world):
         assert not events, name
 
 
-@case(world_size=4, timeout=120)
 def adafactor_equals_one_device_with_two_reductions_an_axis(world, grid):
     events, optimizer = _compare(BUILD["Adafactor"], PIECES, [grid] * len(PIECES))
     assert [(e.op, e.axes) for e in events] == [("all_reduce", (a,)) for _ in range(2 * STEPS) for a in ("dp", "tp")]
@@ -131,7 +126,6 @@ def adafactor_equals_one_device_with_two_reductions_an_axis(world, grid):
     assert (rows.placements, columns.placements) == ((R, S(0)), (S(0), R)), (rows, columns)
 
 
-@case(world_size=4, timeout=120)
 def muon_equals_one_device_with_two_exchanges(world, grid):
     events, optimizer = _compare(BUILD["Muon"], PIECES, [grid] * len(PIECES))
     assert {e.op for e in events} == {"exchange"} and len(events) == 2 * STEPS, events
@@ -164,7 +158,6 @@ def muon_on_one_axis_sends_no_more_than_it_must(world):
     assert [e.bytes for e in events] == [3 * 64 * 4] * STEPS, "nothing to gather where all have it whole"
 
 
-@case(world_size=4, timeout=120)
 def optimizers_take_several_meshes_dtypes_and_plain_parameters(world):
     meshes = [mesh_2d(), mesh_1d(4), mesh_2d()["tp"]]
     pieces = [((6, 5), [S(0), S(1)]), ((6, 5), [S(0)]), ((5, 5), [S(0)])]
@@ -232,7 +225,6 @@ WRAPS = {
 }
 
 
-@case(world_size=4, timeout=240)
 def training_equals_one_device(world, grid):
     x = data(3, 8, 6)
     for shift, (name, build) in enumerate(BUILD.items()):
@@ -280,7 +272,6 @@ def _stepped(kind, build, dtype):
     yield [*averages, *(array(p.astype(ms.float32)) for p in params)]
 
 
-@case(world_size=4, timeout=240)
 def emulated_devices_do_the_same_and_are_never_waited_for(world):
     collectives = {"SGD": 0, "Adafactor": 4, "Muon": 2}
     for number, (name, build) in sampled(enumerate(BUILD.items()), 2):
@@ -328,7 +319,6 @@ def gradients_and_states_of_other_layouts_are_refused_on_all_ranks(world, grid):
         same_on_all_ranks(world, text)
 
 
-@case(world_size=4, timeout=120)
 def the_state_of_shards_is_the_one_device_state_cut(world, grid):
     kinds = [ms.bfloat16 if i % 3 == 1 else ms.float32 for i in range(len(PIECES))]
     for build in (*BUILD.values(), lambda ps: optim.AdamW([{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.02}], 0.05)):
@@ -354,7 +344,6 @@ def the_state_of_shards_is_the_one_device_state_cut(world, grid):
                 equal(state[kind], want[name][kind], f"{kind} of {name}", rtol=CLOSE)
 
 
-@case(world_size=4, timeout=120)
 def clipped_heads_are_one_devices(world, grid):
     """Largest logits by head on any layout; then the weights, and the logits that they give."""
     batch, heads, shared, places, width = 2, 4, 2, 6, 3

@@ -11,7 +11,6 @@ import ms_dtensor as md
 from ms_dtensor import comm, distribute_tensor
 from ms_dtensor.comm.world import named_group
 from ms_dtensor.errors import CollectiveMismatch, CommError
-from tests.cases import case
 from tests.comm import contract
 from tests.dist.operands import S, data
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
@@ -132,7 +131,6 @@ class ByMint:
         return held[0]
 
 
-@case(4, timeout=240)
 def the_contract_holds_through_mint_distributed(world):
     with comm.mindspore_collectives() as state:
         assert state.on
@@ -140,7 +138,6 @@ def the_contract_holds_through_mint_distributed(world):
     assert not state.on
 
 
-@case(4, timeout=120)
 def collectives_that_return_have_gradients(world, grid):
     """Of the sum of what all ranks differentiate, with one transposed collective each."""
     n = 2
@@ -173,7 +170,6 @@ def collectives_that_return_have_gradients(world, grid):
             returning.set_comm_ops_inplace(True)
 
 
-@case(4, timeout=120)
 def groups_are_known_by_name_and_errors_are_alike(world, grid):
     tp = grid.get_group("tp")
     x = data(world.rank, 4)

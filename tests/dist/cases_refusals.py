@@ -15,7 +15,6 @@ from ms_dtensor import ColwiseParallel, DTensor, distribute_tensor, init_device_
 from ms_dtensor.debug import explain, visualize_sharding
 from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MeshError, MixedOperandError, OpRuleError
 from ms_dtensor.tensor import init as md_init
-from tests.cases import case
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
@@ -212,7 +211,6 @@ def untold(name: str, e: md.errors.DTensorError) -> list[str]:
     return [] if e.attempt.startswith("For '") and more and enough else [f"{name}: without its four parts: {e}"]
 
 
-@case(world_size=4, timeout=120)
 def every_refusal_is_the_same_everywhere_and_free(world):
     texts, problems = [], []
     for name, error, call, *then in TABLE:

@@ -142,7 +142,6 @@ def data_parallel_training_is_that_of_the_cpu(world):
     assert len(buckets) == 3 * 3, device.calls  # one per layer and step
 
 
-@case(world_size=4, timeout=240)
 def tensor_parallel_training_is_that_of_the_cpu(world):
     def run(kind):
         mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -163,7 +162,6 @@ def tensor_parallel_training_is_that_of_the_cpu(world):
     all_equal(got, want, "trained")
 
 
-@case(world_size=4, timeout=240)
 def the_llama_trains_as_on_the_cpu(world):
     from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
     from model_zoo.llama.trainer import Trainer

@@ -11,7 +11,6 @@ from model_zoo.llama.config import ParallelConfig
 from model_zoo.llama.configio import load
 from ms_dtensor.checkpoint import Checkpointer, latest
 from ms_dtensor.tools.guard import Verdict
-from tests.cases import case
 from tests.dist.support import shared_folder
 from tests.tiers import sampled
 from tests.zoo.recipe import goes_on, held, trainer
@@ -28,12 +27,10 @@ def config(parallel: ParallelConfig, seed: int = 1):
     return replace(cfg, parallel=parallel, train=replace(cfg.train, seed=seed))
 
 
-@case(world_size=4, timeout=170)
 def twenty_steps_are_ten_and_ten(world):
     goes_on(lambda parallel: trainer(config(parallel)), SAME, sampled(OTHERS.values(), 4), at=10, steps=20)
 
 
-@case(world_size=4, timeout=120)
 def a_signal_to_one_rank_stops_all_at_one_step(world):
     root, one = shared_folder(), trainer(config(SAME))
     saver, losses = Checkpointer(one.state(), root, interval=100, on_sigterm=True), []
@@ -47,7 +44,6 @@ def a_signal_to_one_rank_stops_all_at_one_step(world):
     assert len(losses) == 4 and latest(root).name == "step-00000004"
 
 
-@case(world_size=4, timeout=120)
 def a_step_is_left_out_on_all_ranks_or_on_none(world):
     """Rank 0 says so, whatever the others think of the last bit of a sum."""
     for parallel in sampled((SAME, OTHERS["zero1=4, sequence"]), 2):

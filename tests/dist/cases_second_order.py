@@ -7,7 +7,6 @@ import numpy as np
 from mindspore import mint, ops
 
 from ms_dtensor import DTensor, Partial, comm, distribute_tensor, grad
-from tests.cases import case
 from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
 from tests.dist.support import array, counted, equal
 from tests.tiers import sampled
@@ -87,19 +86,16 @@ def _everywhere(mesh, f, what, a, b, rtol=1e-6):  # a mean's factor is a float32
         equal((*second(grad, f)(x, y), third(grad, f)(x, y)), wanted, f"{label}: derivative", rtol=rtol)
 
 
-@case(world_size=4, timeout=180)
 def second_and_third_derivatives_are_one_devices_on_any_layout(world):
     for what, f in sampled(FUNCTIONS.items(), 4):
         _everywhere(mesh_1d(), f, what, wide(1, 4, 8), wide(2, 8, 3))  # the last rank's share of 3 columns is empty
 
 
-@case(world_size=4, timeout=180)
 def they_are_of_layers_with_a_bias(world):
     for what, f in sampled(LAYERS.items(), 2):
         _everywhere(mesh_1d(), f, what, wide(1, 4, 8), wide(2, 8, 3))
 
 
-@case(world_size=4, timeout=180)
 def they_are_on_two_axes(world):
     for what in ("a cube of a product", "a mean over what may be cut", "rows scaled by their sums"):
         _everywhere(mesh_2d(), FUNCTIONS[what], what, wide(3, 3, 6), wide(4, 6, 5))

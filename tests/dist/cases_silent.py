@@ -14,7 +14,6 @@ from mindspore import Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, comm, distribute_tensor, parallelize_module, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch, LayoutError, MixedOperandError, OpRuleError
-from tests.cases import case
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, check_against_one_device, equal, refusal, same_on_all_ranks
 
@@ -92,7 +91,6 @@ def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 
-@case(world_size=4, timeout=120)
 def cross_entropy_with_uneven_counts(world, line):
     """Peer: the mean of the shards' means, wrong where shards count differently (ignore_index, class weights)."""
     logits = data(5, 8, 5)

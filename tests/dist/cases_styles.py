@@ -222,7 +222,6 @@ def one_block_communicates_as_megatron_says(world):
                                ("all_reduce", "backward"): 2}, per_block[True]  # the two norm weights
 
 
-@case(world_size=4, timeout=120)
 def a_llama_on_two_axes_equals_one_device(world, grid):
     for tied, sequence, parallel_loss, compiled in sampled(((False, True, True, True), (True, False, False, False)), 2, 1):
         cfg = ModelConfig(**{**{k: getattr(TINY, k) for k in TINY.__dataclass_fields__}, "tied_head": tied})

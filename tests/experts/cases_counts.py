@@ -57,7 +57,6 @@ def loads_and_biases_are_counted_once(world):
     the_same_everywhere(over, {"evaluation between steps": {"eval_batches": 1}})
 
 
-@case(world_size=4)
 def a_capacity_drops_the_same_choices_on_every_mesh(world):
     want = None
     for parallel in (None, ParallelConfig(4, loss_parallel=False), ParallelConfig(4, ep=4, loss_parallel=False),
@@ -78,7 +77,6 @@ def a_capacity_drops_the_same_choices_on_every_mesh(world):
         assert (want < 0).any() and np.array_equal(got, want), (parallel, got, want)
 
 
-@case(world_size=4)
 def what_the_report_says_of_a_step_is_what_was_counted(world):
     """Loads of a step, what was dropped, and bytes of dispatch: those that the record of communication has of tokens."""
     for parallel, known in sampled(((ParallelConfig(4, ep=2, loss_parallel=False), True),

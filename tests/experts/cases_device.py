@@ -15,7 +15,6 @@ from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
-from tests.cases import case
 from tests.dist.support import array, equal_each
 from tests.experts.cases_experts import WHATS, pieces, ten
 from tests.experts.reference import expected, operands
@@ -140,7 +139,6 @@ def waits(device):
     return [site.rpartition("/")[2] for site in device.syncs if any(part in site for part in ours)]
 
 
-@case(world_size=4, timeout=240)
 def a_layer_waits_for_the_host_once(world):
     """Choices, sizes and what is not finite come to the host together; nothing is waited for in the backward."""
     n = world.size
@@ -179,7 +177,6 @@ def in_room(chosen, ranks, experts, room):
     return left
 
 
-@case(world_size=4, timeout=240)
 def with_room_for_so_many_the_host_never_waits(world):
     """Sizes are known beforehand: two all-to-alls there and home, two in the backward, and one device's numbers."""
     n = world.size
@@ -229,7 +226,6 @@ def run_of(cell, t: int, x, cot) -> tuple:
     return value, loads, dx, *grads
 
 
-@case(world_size=4, timeout=240)
 def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
     """Its router, its capacity over sequences, its experts: values and gradients of one device, by the device's branch."""
     t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2, capacity=0.7, shared=1))
@@ -254,7 +250,6 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
         equal_each(got, want, range(len(want)), str(parallel))
 
 
-@case(world_size=4, timeout=240)
 def experts_that_are_not_cut_over_ranks_take_their_own_tokens(world):
     """No row travels over dp: what does are the gradients, and what the losses of balance and the loads are made of."""
     t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2))

@@ -167,7 +167,6 @@ def lay_out(cell, mesh, experts, style):
         md.replicate(cell, mesh=data, ignored_modules=[cell.experts])
 
 
-@case(world_size=4, timeout=240)
 def a_block_with_its_losses_trains_as_on_one_device(world):
     """ep x dp by replicate, ep x dp by fully_shard, two axes of experts: loss, norm and weights after three steps."""
     rng = np.random.default_rng(10)
@@ -294,7 +293,6 @@ def what_has_no_room_weighs_nothing(world):
     assert events[0].shape == (5 * 4 * 2, 6), "of each expert what one rank's tokens can have"
 
 
-@case(world_size=4)
 def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     x, weights, _, ws = operands(1, 8, 4, 2)

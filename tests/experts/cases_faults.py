@@ -13,7 +13,6 @@ import ms_dtensor as md
 from model_zoo.llama.config import ParallelConfig
 from ms_dtensor import Shard
 from ms_dtensor.errors import DTensorError
-from tests.cases import case
 from tests.dist.support import array, equal_each, refusal
 from tests.experts.cases_counts import BIASED
 from tests.experts.cases_experts import CUT, WHATS, WHOLE, pieces
@@ -30,7 +29,6 @@ def experts_over(dims, d):
     return [{"experts": CUT, "widths": Shard(d), None: WHOLE}[what] for what in dims]
 
 
-@case(world_size=4)
 def tokens_of_several_sequences_come_back_to_their_places(world):
     """torchtitan#3604: with sequences cut over tp, row i of a rank was taken for row `i + rank * rows` of all: right for a
     batch of one sequence only."""
@@ -56,7 +54,6 @@ def tokens_of_several_sequences_come_back_to_their_places(world):
         equal_each([array(g).reshape(w.shape) for g, w in zip(grads, want[1:])], want[1:], WHATS[1:], str(dims), EXACT)
 
 
-@case(world_size=4)
 def loads_where_ranks_of_tp_have_the_same_tokens_or_others(world):
     """torchtitan#4154: loads were not added up over tp, or would be counted tp times where tokens are whole there; with
     and without ep, with and without sequence parallelism."""
@@ -75,7 +72,6 @@ def loads_where_ranks_of_tp_have_the_same_tokens_or_others(world):
     assert all(np.array_equal(other, loads[0]) for other in loads[1:]), loads
 
 
-@case(world_size=4)
 def a_router_that_gives_nan_is_named(world):
     """The layer, the ranks and how many of their tokens, told by all that share experts, before a token is sent."""
     for parallel, how in sampled((

@@ -50,7 +50,6 @@ def both(meanwhile, args, picks, cot, how, squares=mapped):
     return [y, *grads], count
 
 
-@case(world_size=4, timeout=240)
 def meanwhile_is_bit_for_bit_behind_and_dense(world):
     mesh = mesh_1d(world.size, "ep")
     for seed, (name, (tokens, experts, k, choose)) in sampled(enumerate(ten(world.size).items()), 3, 1):
@@ -86,7 +85,6 @@ class Seen(Function):
         return grad * 1, None
 
 
-@case(world_size=4, timeout=240)
 def the_dispatch_is_under_way_while_shared_experts_compute(world):
     """On the emulator: posted before, waited for behind; the computing stream stands still for it no more, both ways."""
     n, seed = world.size, 3
@@ -121,7 +119,6 @@ def the_dispatch_is_under_way_while_shared_experts_compute(world):
         assert hidden == [0, 0], (form, still)
 
 
-@case(world_size=4, timeout=240)
 def shared_experts_of_tp_communicate_between_posting_and_waiting(world):
     """DeepSeek-V3's block of the recipe: its calls in their order, and one device's losses and norms."""
     def steps(parallel):

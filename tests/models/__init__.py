@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+WORLD = 4  # ranks of a case, see tests/cases.py

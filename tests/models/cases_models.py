@@ -8,7 +8,6 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 import ms_dtensor as md
-from tests.cases import case
 from tests.dist.support import array, data, each_once, mesh_1d, mesh_2d
 from tests.models.gpt2 import GPT2
 from tests.models.moe import MoE, Separate, Stacked
@@ -126,13 +125,11 @@ def styled(mesh, plan):
 COLUMNS, ROWS = md.ColwiseParallel(use_local_output=False), md.RowwiseParallel(use_local_output=False)
 
 
-@case(world_size=4, timeout=240)
 def gpt2_in_any_layout(world):
     for batch in (4, 5):
         everywhere(lambda: GPT2(layers=1), (ids(1, batch, 6), ids(2, batch, 6)), (0, 1))
 
 
-@case(world_size=4, timeout=240)
 def gpt2_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"wte": md.RowwiseParallel(input_layouts=R, use_local_output=False), "h.*.attn.c_attn": COLUMNS,
@@ -141,7 +138,6 @@ def gpt2_tensor_parallel(world):
         compare(GPT2, (ids(1, batch, 6), ids(2, batch, 6)), [S(0), R], grid, styled(grid, plan), f"styles, batch {batch}")
 
 
-@case(world_size=4, timeout=240)
 def qwen2_in_any_layout(world):
     labels = ids(2, 4, 6).asnumpy()
     labels[0, :5] = labels[2, 3] = -100  # unevenly over the batch
@@ -149,7 +145,6 @@ def qwen2_in_any_layout(world):
         everywhere(lambda: Qwen2(layers=1), (ids(1, 4, 6), Tensor(labels)), (0, 1))
 
 
-@case(world_size=4, timeout=240)
 def qwen2_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"embed_tokens": md.RowwiseParallel(input_layouts=R, use_local_output=False),
@@ -160,13 +155,11 @@ def qwen2_tensor_parallel(world):
         compare(Qwen2, (ids(1, 4, 6), ids(2, 4, 6)), [S(0), R], grid, styled(grid, plan), "styles")
 
 
-@case(world_size=4, timeout=240)
 def mixture_of_experts_in_any_layout(world):
     for kind in (Separate, Stacked):
         everywhere(lambda k=kind: MoE(k, layers=1), (data(1, 4, 3, 8), data(2, 4, 3, 8)), (0, 1))
 
 
-@case(world_size=4, timeout=240)
 def experts_over_an_axis(world):
     grid = mesh_2d()
     inputs = data(1, 4, 3, 8), data(2, 4, 3, 8)
@@ -177,33 +170,28 @@ def experts_over_an_axis(world):
     compare(MoE, inputs, [S(0), R], grid, styled(grid, plan), "each expert cut by styles")
 
 
-@case(world_size=4, timeout=240)
 def vit_in_any_layout(world):
     for pool, batch in (("cls", 4), ("mean", 5)):
         labels = Tensor(np.arange(batch, dtype=np.int32))
         everywhere(lambda p=pool: ViT(pool=p, layers=1), (data(1, batch, 3, 8, 8), labels))
 
 
-@case(world_size=4, timeout=240)
 def vit_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"blocks.*.attn.qkv": COLUMNS, "blocks.*.attn.proj": ROWS, "blocks.*.mlp.0": COLUMNS, "blocks.*.mlp.2": ROWS}
     compare(ViT, (data(1, 4, 3, 8, 8), Tensor(np.arange(4, dtype=np.int32))), [S(0), R], grid, styled(grid, plan), "styles")
 
 
-@case(world_size=4, timeout=240)
 def unet_in_any_layout(world):
     everywhere(UNet, (data(1, 4, 3, 8, 6), data(2, 4, 2, 8, 6)))
 
 
-@case(world_size=4, timeout=240)
 def unet_with_batch_norm_in_any_layout(world):
     def make():
         return UNet(norm="batch", down="pool").set_train()
     everywhere(make, (data(1, 5, 3, 8, 6), data(2, 5, 2, 8, 6)))
 
 
-@case(world_size=4, timeout=240)
 def unet_with_the_image_or_the_channels_cut(world):
     line = mesh_1d(4)
     for d in sampled((1, 2, 3), 2):

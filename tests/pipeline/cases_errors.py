@@ -127,7 +127,6 @@ def struck(world, names, places, over=(None,), one_of: int = 1) -> None:
             right(schedule, want, "after", t, args=(x,))
 
 
-@case(2)
 def a_first_step_that_raises_leaves_nothing(world):
     """One end of a border knows already what comes, the other does not; a unit is whole for backwards that will not come."""
     mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
@@ -144,7 +143,6 @@ def a_first_step_that_raises_leaves_nothing(world):
     right(schedule, want, "after", t, args=(x,))
 
 
-@case(2)
 def a_swapped_action_is_named(world):
     """At the first step; the order is right by itself, so that no rank alone can tell. Then the ranks are in step."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
@@ -215,7 +213,6 @@ class Sum(nn.Cell):
         return self.one(x, other)
 
 
-@case(2)
 def all_ranks_are_told_which_cells_a_stage_has_not(world):
     """Or that there is none before it, of two tensors; where the model begins with all there is nothing to say."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))

@@ -10,7 +10,6 @@ from tests.long.fuzz_pipeline import Judge
 from tests.tiers import sampled
 
 
-@case(2, timeout=120)
 def random_pipelines_are_one_devices(world):
     all_right(world, [generate(seed, 2) for seed in sampled(range(40), 8)], refer, Judge)
 
@@ -20,7 +19,6 @@ def random_pipelines_beside_other_axes_are_one_devices(world):
     all_right(world, [generate(seed, 4) for seed in sampled(range(40), 20)], refer, Judge)
 
 
-@case(2)
 def a_planted_fault_is_seen(world):
     program = Program(0, ["dense", "dense"], ties=[(0, 1)], split=[["layers.0"], ["layers.1", "head"]],
                       steps=[Step("train", 2, 4, 1)])

@@ -47,7 +47,6 @@ def loss(out, t):
     return loss_fn(mint.cat([out[2], out[0] + out[1]]), t) + out[3] * 0.1
 
 
-@case(2)
 def several_and_empty_tensors_in_all_orders(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
@@ -94,7 +93,6 @@ class Halved(hyper.PipelineStage):
         return 0.5
 
 
-@case(2)
 def a_cell_at_several_places_is_one_of_each_stage(world):
     """An activation, and a norm, whose gradient is that of all places."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
@@ -127,7 +125,6 @@ class Twice(nn.Cell):
         return self.act(self.second(self.act(self.first(x))))
 
 
-@case(2)
 def cells_that_run_in_another_order_than_stages_are_refused(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     schedule = Schedule1F1B(pipeline(filled(Twice()), mesh, split=["second"]), 2, loss_fn)
@@ -140,7 +137,6 @@ def cells_that_run_in_another_order_than_stages_are_refused(world):
         close(schedule.step(Tensor(X), target=Tensor(T))[0], loss.asnumpy(), f"{split}")
 
 
-@case(2)
 def hyper_parallels_names(world):
     """The first rank passes the batch; the last has the losses; gradients are sums over microbatches."""
     nets, m = [filled(Chunk(s == 1), s) for s in range(2)], 4
@@ -178,7 +174,6 @@ def hyper_parallels_names(world):
     assert (seed(Tensor(1.0)), seed((Tensor(1.0), Tensor(2.0)))) == (1.0, [1.0, 1.0])
 
 
-@case(2)
 def hyper_parallels_interleaved_stages(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     nets, plain = ([filled(Chunk(s == 3), s) for s in range(4)] for _ in range(2))
@@ -233,7 +228,6 @@ def stepped(schedule, net, ties, what: str) -> None:
     right(schedule, (loss, grads | again), what, bar=1e-6)
 
 
-@case(2)
 def tied_weights_that_ranks_come_to_in_another_order(world):
     """Rank 0 has the first of one pair and the second of the other; in the order of its stages it would exchange them
     crosswise, and as they are of one size nobody would notice."""
@@ -249,7 +243,6 @@ def tied_weights_that_ranks_come_to_in_another_order(world):
         assert sum(e.op == "exchange" and e.shape == (4, 4) for e in events) == 2, "one for each pair"
 
 
-@case(2)
 def tied_weights_that_are_frozen(world):
     """On all ranks that have it, a step goes on without it; on one of them it is refused on all, by name."""
     mesh, ties = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), ((0, 3),)
@@ -291,7 +284,6 @@ def tied_weights_of_which_ranks_have_other_rows(world):
 SLEEP = 0.05
 
 
-@case(2)
 def times_of_all_ranks(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     for name in ("1f1b", "zbv"):

@@ -38,7 +38,6 @@ MORE = {
 }
 
 
-@case(2, timeout=120)
 def parts_beside_an_axis(world):
     """Bit for bit the backward in one part, and the same collectives, as often."""
     @each(sampled({**WAYS, **MORE}, 4, 1))

@@ -128,7 +128,6 @@ def every(world, m: int, one_of: int = 1, first: int = 0, places: bool = False, 
         close(schedule.eval(Tensor(X), target=Tensor(T), **extra), np.array(want[0]), "evaluation", 2e-6)
 
 
-@case(2)
 def schedules_of_two(world):
     for m in sampled((1, 2, 4), 2):
         every(world, m, 1 if m > 1 else 3)  # one in which nothing is beside anything
@@ -140,7 +139,6 @@ def schedules_of_four(world):
         every(world, m)
 
 
-@case(2)
 def borders_before_and_behind_a_list_of_cells(world):
     """The list is iterated over, never called: each of its cells is one of the chain, whatever is named."""
     for split in (["last"], ["layers"], [["first", "layers"], ["last"]]):
@@ -274,7 +272,6 @@ class Scaled(nn.Cell):
         return y + 1 if self.between == "shift" else y
 
 
-@case(2)
 def what_is_done_beside_missing_cells_is_refused(world):
     """Only where a border is: within a stage it is the model's business."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
@@ -292,7 +289,6 @@ def what_is_done_beside_missing_cells_is_refused(world):
             stage.module(Tensor(X))
 
 
-@case(2)
 def parameters_frozen_and_unfrozen_between_steps(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     for name in ("1f1b", *IN_PARTS):
@@ -303,7 +299,6 @@ def parameters_frozen_and_unfrozen_between_steps(world):
             right(schedule, one_device(plain, False), f"{name}, {trained=}")
 
 
-@case(2)
 def batches_of_ints_and_losses_of_doubles(world):
     """An int batch that a plain gradient has met is marked by MindSpore; and a loss has the dtype that it has."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
@@ -331,7 +326,6 @@ def told(kind, text: str, call) -> None:
     assert text in refusal(call, kind)
 
 
-@case(2)
 def refusals_before_anything_is_sent(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     stages = pipeline(filled(Net()), mesh)

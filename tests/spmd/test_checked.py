@@ -16,7 +16,6 @@ from ms_dtensor.debug.types import check, typed
 from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from ms_dtensor.ops.rules import spmd
 
-pytestmark = pytest.mark.usefixtures("cpu")
 R, P = Replicate(), Partial()
 
 

@@ -26,7 +26,7 @@ from tests.spmd import proof
 from tests.spmd.proof import OneCall, Tally, calls_of
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.usefixtures("cpu")
+
 @functools.cache
 def calls():
     return known_calls()

@@ -19,7 +19,6 @@ from ms_dtensor.errors import OpRuleError
 from tests.spmd.test_checked import line_of, lying, refused
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.usefixtures("cpu")
 R, P = Replicate(), Partial()
 RANKS, SHAPE = 2, (4, 6)
 

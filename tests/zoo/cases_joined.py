@@ -67,7 +67,6 @@ def gradients(cfg: ModelConfig, parallel: ParallelConfig, on: bool, x, y):
     return net, array(loss), by_part([p.name for p in net.trainable_params()], grads, parts), count
 
 
-@case(world_size=4, timeout=200)
 def gradients_are_those_of_single_weights_on_one_device(world):
     """With biases, tied heads, norms of q and k, latent attention and shared experts; and no mesh communicates more."""
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
@@ -107,7 +106,6 @@ def weights(one: Trainer) -> dict[str, np.ndarray]:
     return by_part([p.name for p in one.params], one.params, one.joined)
 
 
-@case(world_size=4, timeout=200)
 def a_seed_gives_the_losses_of_single_weights(world):
     """Weights made as shards, stages, recompute with and without a budget, micro-batches, 16 bits, clipped logits."""
     steps = len(sampled(range(4), 2))
@@ -161,7 +159,6 @@ def a_run_goes_on_with_weights_joined_or_single_on_another_mesh(world):
                 assert np.isclose(*following, rtol=1e-5), (source, target, on, following)
 
 
-@case(world_size=4, timeout=200)
 def published_weights_are_read_and_written_bit_for_bit(world):
     """Files of joined weights have the names and the bits of single ones, and are read by either."""
     root, cfg = shared_folder(), MODELS["qwen2"]

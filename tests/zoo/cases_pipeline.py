@@ -60,7 +60,6 @@ def stages_beside_other_axes_train_as_one_device(world):
         (ParallelConfig(2, 1, zero1=True, pp=2), 2)), 8))(trains_alike)
 
 
-@case(4, timeout=200)
 def packed_documents_and_16_bits_go_through_stages(world):
     """Places are cut as ids are; hidden states travel in 16 bits."""
     ids = np.random.default_rng(3).integers(1, 250, (8, 33)).astype(np.int32)
@@ -94,7 +93,6 @@ def a_run_goes_on_with_other_stages_and_with_none(world):
                 [one for one in stages if one is not source], at=5, steps=10)
 
 
-@case(4, timeout=120)
 def a_step_of_stages_is_left_out_on_all_ranks_or_on_none(world):
     """Where one stage alone has a gradient that is no number; and by rank 0's word."""
     cfg = config(ParallelConfig(2, 1, fsdp=True, pp=2), micro_batches=2)

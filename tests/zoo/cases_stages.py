@@ -107,7 +107,6 @@ def published_weights_in_two_stages(world):
                   (two, "experts", False, {})), 2))(published)
 
 
-@case(4, timeout=200)
 def published_weights_in_stages_beside_other_axes(world):
     each([(ParallelConfig(1, 2, pp=2), "", True, {}), (ParallelConfig(2, 1, fsdp=True, pp=2), "experts", False, {}),
           (ParallelConfig(2, 1, ep=2, pp=2), "experts", False, {})])(published)
@@ -135,7 +134,6 @@ def texts_of_two_stages(world):
     each([(ParallelConfig(pp=2), ""), (ParallelConfig(pp=2), "experts")])(texts)
 
 
-@case(4, timeout=120)
 def texts_of_stages_beside_other_axes(world):
     each(sampled(((ParallelConfig(1, 2, pp=2), ""), (ParallelConfig(2, 1, pp=2), ""),
                   (ParallelConfig(pp=4, loss_parallel=False), "experts")), 2))(texts)

@@ -14,7 +14,6 @@ from ms_dtensor import comm
 from ms_dtensor.ops.local import varlen
 from scripts.ascend import context, probes
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ALONE = SimpleNamespace(rank=0, size=1)
 
 

@@ -24,7 +24,6 @@ from ms_dtensor.comm import fake_world
 from ms_dtensor.core.layout import Layout
 from ms_dtensor.pipeline import pipeline
 
-pytestmark = pytest.mark.usefixtures("cpu")
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
 # Half the `total_size` of each one's model.safetensors.index.json (bfloat16); of models in one file, its header's count,
 # tied heads once.

@@ -28,7 +28,6 @@ from ms_dtensor.internals import target
 from ms_dtensor.tools import predict
 from tests.rehearsal.session import rehearsed
 
-pytestmark = pytest.mark.usefixtures("cpu")
 SMALL = ModelConfig(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=72)
 MESHES = [ParallelConfig(1, 1), ParallelConfig(2, 4, sequence_parallel=True), ParallelConfig(1, 4),
           ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=True)]

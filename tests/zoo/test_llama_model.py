@@ -25,7 +25,6 @@ from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import PipelineStage
 from tests.zoo import reference_llama
 
-pytestmark = pytest.mark.usefixtures("cpu")
 F32 = 2e-5  # float32 against float64 through two layers, values of order 1
 
 SIZES = {"dim": 32, "n_layers": 2, "ffn_dim": 40, "vocab_size": 37}

@@ -19,7 +19,6 @@ from ms_dtensor import init_device_mesh
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import rehearsal
 
-pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 F32 = 2e-6  # sums over micro-batches in another order
 spec = importlib.util.spec_from_file_location("bf16_losses", ROOT / "model_zoo/llama/tools/bf16_losses.py")

@@ -19,7 +19,6 @@ from ms_dtensor import MixedPrecisionPolicy, Replicate
 from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.parallel import router
 
-pytestmark = pytest.mark.usefixtures("cpu")
 F32 = 2e-5  # of the largest element: sums in another order
 BF16 = 2.0**-6  # the fused form rounds tables and turned queries too, the twin once, at the end
 CFG = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=37, rope_theta=100.0,

@@ -17,7 +17,6 @@ from ms_dtensor.internals import target
 from ms_dtensor.optim import AdamW, adamw, offload
 from tests.zoo.test_optim import arrays, by_kernel
 
-pytestmark = pytest.mark.usefixtures("cpu")
 SHAPES = [(3, 4), (5,), (2, 0), (7, 2), (), (5,)]
 
 

@@ -14,7 +14,6 @@ from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.optim import AdamW, adamw, clip_grad_norm_
 from ms_dtensor.optim import arrays as storage
 
-pytestmark = pytest.mark.usefixtures("cpu")
 SHAPES = ((3, 5), (7,), (200, 400), (0, 4))  # the third is large enough for the fused kernel
 
 

@@ -18,7 +18,6 @@ from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.optim import EMA, SGD, Adafactor, AdamW, Muon, clip_grad_norm_, cosine, linear, step_if_finite, wsd
 
-pytestmark = pytest.mark.usefixtures("cpu")
 SHAPES = ((3, 5), (7,), (300, 200), (2, 4, 3), ())
 STEPS, CLOSE = 4, 2e-6  # float32 of values near 1
 
