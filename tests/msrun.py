@@ -38,9 +38,14 @@ class Outcome:
     failure: str | None
 
 
-def run_ranks(
-    script: str | Path, world_size: int, args: Sequence[str] = (), timeout: float = 240, **options: Any
-) -> list[list[Any]]:
+def python(*words: object, timeout: float = PATIENCE, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Another Python's end and what it said; it begins in the checkout."""
+    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+                          **options)
+
+
+def run_ranks(script: str | Path, world_size: int, args: Sequence[str] = (), timeout: float = 240,
+              **options: Any) -> list[list[Any]]:
     """`launch`, for a test that wants all ranks to succeed: returns their reports, raises AssertionError otherwise."""
     outcome = launch(script, world_size, args, timeout, **options)
     if outcome.failure is not None:

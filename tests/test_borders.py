@@ -4,7 +4,6 @@ refused by the probe's name, with the first DTensor, and nothing stays patched.
 """
 import copy
 import os
-import subprocess
 import sys
 
 import mindspore as ms
@@ -18,7 +17,7 @@ from ms_dtensor.dispatch import patches
 from ms_dtensor.errors import ConfigError, MixedOperandError
 from ms_dtensor.internals import names, probes
 from tests.borders import CALLS, EAGER_ONLY, compare
-from tests.msrun import PATIENCE, ROOT
+from tests.msrun import ROOT, python
 from tests.tiers import at_night
 
 
@@ -73,8 +72,7 @@ def test_other_capture_modes_refuse_too(tmp_path):
     script = tmp_path / "modes.py"
     modes = ("trace", "bytecode") if sys.version_info < (3, 12) else ("trace",)  # MindSpore 2.10 has no bytecode mode there
     script.write_text(OTHER_MODES.replace("{modes}", repr(modes)))
-    told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, check=False,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}).stdout
+    told = python(script, env={**os.environ, "PYTHONPATH": str(ROOT)}).stdout
     argument = "For 'ms.jit', an argument is a DTensor."
     capture = {"trace": "For 'ms.jit', a result is a DTensor.",
                "bytecode": "For 'ms.jit', what the function captures is a DTensor."}

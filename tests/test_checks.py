@@ -4,8 +4,6 @@
 And the verifier's question whether all ranks get the same kind of thing.
 """
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.ops.local import run
 from ms_dtensor.ops.rules import RULES
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 A = np.random.default_rng(0).normal(size=(4, 6)).astype("f")
 RIGHT, WRONG = "S(0), S(0) -> S(0)\nS(1), R -> S(1)", "S(0), R -> S(0)"
@@ -114,8 +112,8 @@ def test_integers_become_legal_indices(x):
 
 
 def test_the_environment_turns_it_on():
-    out = subprocess.run([sys.executable, "-c", "from ms_dtensor import modes; print(modes.mode.get().check_rules)"],
-                         env={**os.environ, "MS_DTENSOR_DEBUG": "1"}, capture_output=True, text=True, check=True)
+    out = python("-c", "from ms_dtensor import modes; print(modes.mode.get().check_rules)",
+                 env={**os.environ, "MS_DTENSOR_DEBUG": "1"})
     assert out.stdout.strip().endswith("True")
 
 
@@ -133,7 +131,7 @@ print("fine")
 
 
 def test_a_process_that_imports_nothing_else():
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = python("-c", FRESH)
     assert done.stdout.strip() == "fine", done.stderr[-1500:]
 
 

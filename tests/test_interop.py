@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ported imports work, and an adapter is met by what it does; with stand-ins, as none runs on MindSpore 2.10."""
 import importlib
-import subprocess
-import sys
 
 import mindspore as ms
 import numpy as np
@@ -14,7 +12,7 @@ from ms_dtensor import DTensor, Shard, init_device_mesh
 from ms_dtensor.compat import msadapter, torch_names
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.ops.rules import RULES, Call, Operand
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 BASE = "ms_dtensor.compat.torch_names."
 
@@ -123,5 +121,5 @@ def test_adapters_say_why_not(tmp_path, monkeypatch):
 def test_nothing_imports_them_otherwise():
     code = ("import sys, ms_dtensor, ms_dtensor.parallel; ms_dtensor.DTensor; "
             "print([m for m in sys.modules if m.startswith(('ms_dtensor.compat', 'msadapter'))])")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    out = python("-c", code, check=True)
     assert out.stdout.strip().splitlines()[-1] == "[]"

@@ -2,12 +2,11 @@
 """The shape of the repository: what imports without MindSpore, what every file carries, how long it may be."""
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.msrun import PATIENCE, run_ranks
+from tests.msrun import PATIENCE, python, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ms_dtensor", "model_zoo", "scripts", "docs", "tests")
@@ -34,21 +33,15 @@ def python_files() -> list[Path]:
     return sorted([*ROOT.glob("*.py"), *inside])
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-
-
 @pytest.mark.parametrize("module", PURE)
 def test_pure_module_imports_where_mindspore_cannot(module: str) -> None:
-    done = run_python(f"import sys; sys.modules['mindspore'] = None; import {module}")
+    done = python("-c", f"import sys; sys.modules['mindspore'] = None; import {module}")
     assert done.returncode == 0, done.stderr
 
 
 def test_version_is_the_same_for_setup_and_package() -> None:
-    in_package = run_python("import sys; sys.modules['mindspore'] = None; import ms_dtensor as m; print(m.__version__)")
-    in_setup = subprocess.run(
-        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
+    in_package = python("-c", "import sys; sys.modules['mindspore'] = None; import ms_dtensor as m; print(m.__version__)")
+    in_setup = python("setup.py", "--version")
     version = in_package.stdout.strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version), in_package.stderr
     assert in_setup.stdout.strip().splitlines()[-1] == version, in_setup.stderr
@@ -96,6 +89,5 @@ def test_readme_example_runs_on_four_ranks(tmp_path: Path) -> None:
 
 def test_the_installed_package_says_that_it_is_typed(tmp_path):
     """What a type checker then sees of it: `user_types.py`, which `python -m mypy` asks."""
-    done = subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=PATIENCE)
+    done = python("setup.py", "-q", "build_py", "--build-lib", str(tmp_path))
     assert (tmp_path / "ms_dtensor" / "py.typed").is_file(), done.stderr

@@ -2,13 +2,11 @@
 """The device's branch in one process: in MindSpore's asynchronous pipeline, which real ranks on CPU do not use."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 ROOT = Path(__file__).parent.parent
 STEPS = """
@@ -28,8 +26,7 @@ with comm.fake_world(2) as world, rehearsed():
 
 
 def sums(mode: str) -> str:
-    done = subprocess.run([sys.executable, "-c", STEPS, mode], env=dict(os.environ, PYTHONPATH=str(ROOT), GLOG_v="3"),
-                          capture_output=True, text=True, timeout=PATIENCE)
+    done = python("-c", STEPS, mode, env=dict(os.environ, PYTHONPATH=str(ROOT), GLOG_v="3"))
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("sums"))
 
@@ -42,8 +39,7 @@ def test_steps_of_the_asynchronous_pipeline_are_those_of_the_blocking_one():
 @pytest.mark.timeout(900)
 def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
     # eight layers: nothing hides the last block's reductions, 1 of 8 blocks here and of 32 in the model
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench/rehearse_counts.py", "--layers", "8"], capture_output=True,
-                          text=True, timeout=900)
+    done = python(ROOT / "scripts/bench/rehearse_counts.py", "--layers", "8", timeout=900)
     assert done.returncode == 0, done.stderr
     tensor_parallel, data_parallel, sharded = json.loads(done.stdout[done.stdout.index('{\n "config"'):])["steps"]
     for step in (tensor_parallel, data_parallel):
@@ -60,8 +56,7 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
 def test_fully_shard_asks_for_two_kernels_a_weight_at_most_on_any_number_of_ranks(blocks, parameters):
     """All that run are counted, those of autograd too, as MindSpore's profiler sees them, and as CANN launches them: of a
     copy as many as it has to cast and to order. Two a parameter, too, where three of the weights are one, and two others."""
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench/fsdp_kernels.py", "--blocks", blocks], capture_output=True,
-                          text=True, timeout=600)
+    done = python(ROOT / "scripts/bench/fsdp_kernels.py", "--blocks", blocks, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index('{\n "weights"'):])["steps"]
     for name, steps in found.items():
@@ -76,9 +71,8 @@ def test_fully_shard_asks_for_two_kernels_a_weight_at_most_on_any_number_of_rank
 
 @pytest.mark.timeout(300)
 def test_most_of_the_8b_configurations_tensor_parallel_communication_is_hidden():
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench/overlap.py", "--pieces", "4", "--config",
-                           ROOT / "model_zoo/llama/configs/llama3_8b.yaml"], capture_output=True, text=True,
-                          timeout=PATIENCE)
+    done = python(ROOT / "scripts/bench/overlap.py", "--pieces", "4", "--config",
+                  ROOT / "model_zoo/llama/configs/llama3_8b.yaml")
     assert done.returncode == 0, done.stderr
     block, = json.loads(done.stdout[done.stdout.index("[\n"):])
     assert block["collectives"] == 2 * 4 * 4 and block["hidden"] >= 0.7, block

@@ -2,8 +2,6 @@
 """Whatever is damaged is named by `verify` and refused by `load`; the command line says the same."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,7 @@ from ms_dtensor.checkpoint.cli import main
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from ms_dtensor.errors import CheckpointError
 from tests.checkpoint.damage import KINDS, arrays, make
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.msrun import python
 
 
 def zeros():
@@ -193,5 +190,5 @@ def test_the_command_needs_no_mindspore(tmp_path):
     make(tmp_path / "a")
     code = ("import sys, runpy; sys.modules['mindspore'] = None; sys.argv = ['x', 'ckpt', 'verify', sys.argv[1], '--json'];"
             "runpy.run_module('ms_dtensor', run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code, str(tmp_path / "a"))
     assert done.returncode == 0 and json.loads(done.stdout)["sound"], done.stderr

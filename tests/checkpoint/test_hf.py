@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from ms_dtensor.checkpoint import load_hf, save_hf
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from ms_dtensor.checkpoint.weights import INDEX, Weights
 from ms_dtensor.errors import CheckpointError
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 NAMES = {"body.*.weight": "model.layers.*.proj.weight", "body.*.bias": "model.layers.*.proj.bias",
          "tail.head": "lm_head.weight", "experts.*": "model.experts.*.*.weight"}
@@ -331,6 +329,6 @@ print("GREW", peak() - before)
     write_safetensors(tmp_path / "large.safetensors", {"w": ("bfloat16", large.shape, [large]), "other": (
         "float32", large.shape, [np.zeros(large.shape, np.float32)])})
     write_safetensors(tmp_path / "small.safetensors", {"w": ("float32", (2, 2), [np.ones(4, np.float32)])})
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
+    run = python("-c", code, str(tmp_path))
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split("GREW")[1]) < 40

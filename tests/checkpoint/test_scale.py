@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A 405B Llama on 16,384 ranks: what a rank plans, writes and reads does not grow with the ranks. Bytes, not seconds."""
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-from tests.msrun import PATIENCE
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.msrun import python
 
 
 def measured(*options: str) -> dict:
-    done = subprocess.run([sys.executable, "scripts/bench/checkpoint_index.py", *options], cwd=ROOT, capture_output=True,
-                          text=True, timeout=PATIENCE)
+    done = python("scripts/bench/checkpoint_index.py", *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in `test_failures.py`: `python given_up_scenarios.py NAME` forks three, and prints what each reported."""
+"""What ranks do in `test_failures.py`: a process forks three, and prints what each reported."""
 import json
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from ms_dtensor.comm.shm import given_up  # noqa: E402
-from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from ms_dtensor.errors import CommError, PeerLost  # noqa: E402
-from tests.long.check_failures import Job  # noqa: E402
+from ms_dtensor.comm.shm import given_up
+from ms_dtensor.comm.shm.engine import Engine
+from ms_dtensor.errors import CommError, PeerLost
+from tests.long.check_failures import Job
 
 WORLD = (0, 1, 2)
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cores a rank keeps to, that its threads wait asleep, and that nobody's own choice is overruled."""
 import os
-import subprocess
-import sys
 
 import pytest
 
 from ms_dtensor.comm.cores import share
+from tests.msrun import python
 
 
 @pytest.mark.parametrize(("cores", "size", "shares"), [
@@ -50,7 +49,6 @@ print(switches() - before < 100)
 def test_a_process_is_bound_unless_somebody_has_bound_it(more):
     cores = sorted(os.sched_getaffinity(0))
     ranks = max(2, len(cores))  # of one core each
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(len(cores) + more), str(ranks)], capture_output=True,
-                          text=True, check=True, env={**os.environ, "GLOG_v": "4"})
+    done = python("-c", PROGRAM, str(len(cores) + more), str(ranks), check=True, env={**os.environ, "GLOG_v": "4"})
     expected = (cores, False) if more else (share(cores, 1, ranks), True)
     assert done.stdout.split("\n")[:2] == [f"{expected[0]} 1 {expected[1]}", "True"]  # spinning: thousands of switches

@@ -3,19 +3,14 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.msrun import PATIENCE
-
-SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "long"
+from tests.msrun import python
 
 
-def run(script, *args):
-    done = subprocess.run([sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, timeout=PATIENCE)
+def run(*words):
+    done = python(*words)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done
 
@@ -23,29 +18,26 @@ def run(script, *args):
 @pytest.mark.parametrize("args", [("kills", "--runs", "6"), ("desyncs",), ("stuck", "--every", "3")],
                          ids=lambda args: args[0])
 def test_failures_speak_on_every_rank(args):
-    out, done = run("check_failures.py", *args)
+    out, done = run("-m", "tests.long.check_failures", *args)
     assert done.returncode == 0, json.dumps(out, indent=1)
     assert out[args[0]]["right"] > 2 and out["left_over"] == []
 
 
 def test_random_collectives_give_right_results():
-    out, _ = run("soak.py", "--minutes", "0.01", "--seed", "7")
+    out, _ = run("-m", "tests.long.soak", "--minutes", "0.01", "--seed", "7")
     assert out["errors"] == [] and out["left_over"] == []
     for r in out["per_rank"]:
         assert r["checked"] > 20 and r["last"]["handles"] <= r["first"]["handles"]
 
 
 def test_every_collective_on_few_elements_is_numpys():
-    out, done = run("fuzz_shm.py", "--ranks", "2", "3", "5", "--every", "41")
+    out, done = run("-m", "tests.long.fuzz_shm", "--ranks", "2", "3", "5", "--every", "41")
     assert out["cases"] > 600 and out["wrong"] == 0, done.stderr
 
 
 def reports_of(name: str) -> dict[int, dict]:
     """In a process of its own, as it forks."""
-    script = Path(__file__).with_name("given_up_scenarios.py")
-    done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.stdout, done.stderr
-    return {int(rank): report for rank, report in json.loads(done.stdout).items()}
+    return {int(rank): report for rank, report in run("-m", "tests.comm.given_up_scenarios", name)[0].items()}
 
 
 def test_a_step_that_is_left_leaves_nothing():
@@ -79,10 +71,7 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.parametrize("kind", ["garbage", "silence", "crowd", "squat"])
 @pytest.mark.parametrize("let_in", [False, True], ids=["kept_off", "let_in"])
 def test_job_among_strangers(kind, let_in):
-    done = subprocess.run([sys.executable, str(HERE / "strangers.py"), kind, "3", *["let_in"][:let_in]],
-                          capture_output=True, text=True, timeout=PATIENCE)
-    assert done.stdout, done.stderr
-    out = json.loads(done.stdout)
+    out, _ = run(HERE / "strangers.py", kind, "3", *["let_in"][:let_in])
     assert [r.get("sum") for r in out["ranks"]] == [6.0] * 3, out
     assert max(r["ready"] for r in out["ranks"]) < 3, out
     assert (out["bytes"], out["fds"], out["left"]) == (0, 0, []), out

@@ -15,7 +15,7 @@ from ms_dtensor.comm.agree import check_every
 from ms_dtensor.comm.shm import segment
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.ranks import free_port
-from tests.msrun import PATIENCE, ROOT
+from tests.msrun import PATIENCE, ROOT, python
 
 
 def four_parts(error: ConfigError) -> None:
@@ -62,7 +62,7 @@ def test_limits_are_asked_before_memory_is_made(name, limit, monkeypatch):
 @pytest.mark.parametrize("device", ["npu", "gpu"])
 def test_an_absent_device_is_refused(device, tmp_path):
     script = f"import ms_dtensor as md; md.init_device_mesh({device!r}, (1,))"
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    run = python("-c", script)
     assert run.returncode == 1 and "ConfigError: For 'start', there is no" in run.stderr, run.stderr
 
 

@@ -6,8 +6,6 @@ Forms that must be refused all run.
 """
 import importlib
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from ms_dtensor.ops.rules.pointwise import pointwise
 from ms_dtensor.tools import forms
 from ms_dtensor.tools.forms.run import refuses, verify_form
 from ms_dtensor.tools.verify import corpus
+from tests.msrun import python
 
 FAMILIES = sorted(path.stem for path in Path(forms.__file__).parent.glob("forms_*.py"))
 FORMS = {family: importlib.import_module(f"ms_dtensor.tools.forms.{family}").FORMS for family in FAMILIES}
@@ -62,11 +61,8 @@ def test_a_function_is_asked_alone_and_a_part_of_a_name_by_all_that_have_it():
     assert {"ops.addcmul", "mint.addcmul", "mint.addcmul(value)"} <= names("addcm") and not names("no such name")
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 @pytest.mark.timeout(300)
 def test_every_planted_fault_is_caught():
-    done = subprocess.run([sys.executable, "scripts/mutate_rules.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("scripts/mutate_rules.py")
     result = json.loads(done.stdout[done.stdout.index("{"):])
     assert result["planted"] >= 40 and not result["survived"], result

@@ -19,7 +19,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("GLOG_v", "3")
 
 import numpy as np  # noqa: E402

@@ -20,16 +20,13 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from tests.long.desyncs import KINDS, PAIRS  # noqa: E402
-from tests.long.jobs import Job, left_over  # noqa: E402
-from tests.long.soak import Rank  # noqa: E402
+from ms_dtensor.comm.shm.engine import Engine
+from tests.long.desyncs import KINDS, PAIRS
+from tests.long.jobs import Job, left_over
+from tests.long.soak import Rank
 
 LIMIT = 5.0
 

@@ -22,11 +22,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_v", "4")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mindspore as ms  # noqa: E402
 from mindspore import Tensor, mint, nn  # noqa: E402

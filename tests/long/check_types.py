@@ -17,9 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.long import forked  # noqa: E402

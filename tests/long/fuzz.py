@@ -8,14 +8,11 @@ A program is 10 to 30 public calls on inputs of random layouts (`tests/fuzz/prog
 is printed with its program, made small.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.fuzz.check import Judge  # noqa: E402
-from tests.fuzz.judged import main  # noqa: E402
-from tests.fuzz.programs import generate  # noqa: E402
-from tests.fuzz.reference import refer  # noqa: E402
+from tests.fuzz.check import Judge
+from tests.fuzz.judged import main
+from tests.fuzz.programs import generate
+from tests.fuzz.reference import refer
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, "tests.long.fuzz", 4, 500, lambda seed, ranks: generate(seed), refer, Judge))

@@ -9,22 +9,19 @@ is planted in a forward or a backward has to reach all ranks, and the next step 
 data or tensor parallelism beside the pipeline. Each failing seed is printed with its program.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
 
-import mindspore as ms  # noqa: E402
-import numpy as np  # noqa: E402
-from mindspore import Tensor, mint  # noqa: E402
-
-import ms_dtensor as md  # noqa: E402
-from ms_dtensor.errors import CommError  # noqa: E402
-from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
-from ms_dtensor.pipeline import PipelineStage, pipeline  # noqa: E402
-from tests.dist.support import array  # noqa: E402
-from tests.fuzz.judged import agreed, differing, main  # noqa: E402
-from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros  # noqa: E402
-from tests.pipeline.cases_run import KINDS, style_of  # noqa: E402
+import ms_dtensor as md
+from ms_dtensor.errors import CommError
+from ms_dtensor.optim import clip_grad_norm_
+from ms_dtensor.pipeline import PipelineStage, pipeline
+from tests.dist.support import array
+from tests.fuzz.judged import agreed, differing, main
+from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros
+from tests.pipeline.cases_run import KINDS, style_of
 
 BAR = 1e-9
 

@@ -7,13 +7,10 @@ In the last step a rank calls alike cells in another order, leaves one out, or c
 `CollectiveMismatch` on all ranks, in which no line stands twice.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.fuzz.judged import main  # noqa: E402
-from tests.fuzz.sharding.judge import OfDifferent, refer  # noqa: E402
-from tests.fuzz.sharding.programs import differing  # noqa: E402
+from tests.fuzz.judged import main
+from tests.fuzz.sharding.judge import OfDifferent, refer
+from tests.fuzz.sharding.programs import differing
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, "tests.long.fuzz_ranks_differ", 2, 300, differing, refer, OfDifferent))

@@ -8,13 +8,10 @@ A program is a nested model, how it is wrapped, a mesh and two to five steps (`t
 one device runs it without the wraps. Each failing seed is printed with its program, and made small.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.fuzz.judged import main  # noqa: E402
-from tests.fuzz.sharding.judge import Judge, refer  # noqa: E402
-from tests.fuzz.sharding.programs import generate  # noqa: E402
+from tests.fuzz.judged import main
+from tests.fuzz.sharding.judge import Judge, refer
+from tests.fuzz.sharding.programs import generate
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, "tests.long.fuzz_sharding", 2, 2000, generate, refer, Judge))

@@ -18,15 +18,12 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("GLOG_v", "3")
 
 import mindspore as ms  # noqa: E402
 import numpy as np  # noqa: E402
 from mindspore import Tensor  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.shm import engine  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402

@@ -9,23 +9,20 @@ and the routers' biases. What is raised on all ranks has to leave nothing behind
 parallelism or a pipeline lie beside. Each failing seed is printed with its program; it fails if there is any.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
 
-import mindspore as ms  # noqa: E402
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, mint, nn  # noqa: E402
-
-import ms_dtensor as md  # noqa: E402
-from ms_dtensor import Replicate, Shard  # noqa: E402
-from ms_dtensor.errors import DTensorError  # noqa: E402
-from ms_dtensor.optim import clip_grad_norm_  # noqa: E402
-from ms_dtensor.pipeline import PerMicrobatch, Schedule1F1B, pipeline  # noqa: E402
-from tests.dist.support import array  # noqa: E402
-from tests.fuzz import tokens  # noqa: E402
-from tests.fuzz.judged import agreed, differing, main  # noqa: E402
-from tests.fuzz.tokens import Batch, Block, Loss, Net, Planted, Program, Step, gradient, refer  # noqa: E402
+import ms_dtensor as md
+from ms_dtensor import Replicate, Shard
+from ms_dtensor.errors import DTensorError
+from ms_dtensor.optim import clip_grad_norm_
+from ms_dtensor.pipeline import PerMicrobatch, Schedule1F1B, pipeline
+from tests.dist.support import array
+from tests.fuzz import tokens
+from tests.fuzz.judged import agreed, differing, main
+from tests.fuzz.tokens import Batch, Block, Loss, Net, Planted, Program, Step, gradient, refer
 
 CUTTING = ("fsdp", "kept", "hsdp")
 BARS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": .2}  # rounding grows from layer to layer

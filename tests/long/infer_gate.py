@@ -8,13 +8,14 @@ No kernel is run for the questions, so they hold for the primitives that only As
 """
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.msrun import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,14 +40,13 @@ def main() -> int:
 
 def in_process(family: str) -> dict:
     """One family's answers, from a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--of", family], stdout=subprocess.PIPE, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"})
+    done = python("-m", "tests.long.infer_gate", "--of", family, check=True,
+                  env={**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"})
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def asked(family: str) -> dict:
     """One family's answers, in this process."""
-    sys.path.insert(0, str(ROOT))
     import mindspore as ms
     ms.set_device("CPU")
     ms.runtime.launch_blocking()

@@ -17,15 +17,12 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from ms_dtensor.comm.shm.arena import KEEP  # noqa: E402
-from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from tests.long.jobs import Job, left_over  # noqa: E402
+from ms_dtensor.comm.shm.arena import KEEP
+from ms_dtensor.comm.shm.engine import Engine
+from tests.long.jobs import Job, left_over
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)

@@ -2,8 +2,6 @@
 """Pictures hold what the timeline says, the command makes them, and the documentation's are those that it makes."""
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +11,7 @@ from ms_dtensor.errors import ScheduleError
 from ms_dtensor.pipeline import Actions, draw, dualpipe_v, gpipe, interleaved, one_f_one_b, simulate, zbv
 from ms_dtensor.pipeline.builders import BUILDERS
 from ms_dtensor.tools import cli
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -130,5 +128,5 @@ def test_a_wrong_call_is_refused(arguments, capsys):
 def test_it_needs_no_mindspore():
     code = ("import sys; sys.modules['mindspore'] = None; from ms_dtensor.tools.cli import main; "
             "sys.exit(main(['pipeline', '--schedule', 'zbv', '--pp', '2', '--micro', '2']))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = python("-c", code)
     assert done.returncode == 0 and "span 7" in done.stdout, done.stderr

@@ -2,9 +2,6 @@
 """Pipelines that run, on real ranks, and steps that ranks leave by an exception."""
 import gc
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +13,7 @@ from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh
 from ms_dtensor.dispatch.held import Holding
 from ms_dtensor.errors import ConfigError, ScheduleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, pipeline
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 
 def test_what_is_no_stage_is_refused(cpu):
@@ -81,9 +78,7 @@ def test_a_step_leaves_nothing_for_the_collector_of_garbage(cpu):
 
 def test_killed_ranks_and_swapped_actions_are_named():
     """At each of the five points of a step: a slice of what the script runs in full. The seconds are not judged here."""
-    script = Path(__file__).resolve().parents[2] / "tests/long/check_pipeline.py"
-    done = subprocess.run([sys.executable, str(script), "kills", "orders", "--runs", "5", "--ranks", "2", "--limit", "60"],
-                          capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = python("-m", "tests.long.check_pipeline", "kills", "orders", "--runs", "5", "--ranks", "2", "--limit", "60")
     assert done.stdout, done.stderr
     out = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout

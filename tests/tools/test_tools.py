@@ -14,7 +14,7 @@ import pytest
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools import calibrate, cli, doctor, peaks, plot, predict, runs, trackers
 from ms_dtensor.tools.guard import Guard
-from tests.msrun import PATIENCE
+from tests.msrun import python
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def test_help_names_every_command_and_imports_nothing_heavy(capsys):
     assert all(f"\n  {command} " in out for command in commands)
     code = ("import sys; sys.modules['mindspore'] = None; from ms_dtensor.tools.cli import main; "
             "sys.exit(main(['plot', 'x']))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = python("-c", code)
     assert done.returncode == 2 and "'x' is no run" in done.stderr + done.stdout and "Traceback" not in done.stderr
 
 

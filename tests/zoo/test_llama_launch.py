@@ -25,7 +25,7 @@ from model_zoo.llama.train import run
 from ms_dtensor.comm.shm import rendezvous
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.ranks import FAILED, free_port, guarded
-from tests.msrun import PATIENCE
+from tests.msrun import PATIENCE, python
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "model_zoo/llama/train.py"
@@ -53,20 +53,18 @@ def test_msrun_gets_a_port_it_accepts_and_the_script_with_its_arguments(tmp_path
 
 def test_a_bad_configuration_ends_the_script_before_mindspore_starts():
     env = {k: v for k, v in os.environ.items() if k not in ("MS_WORKER_NUM", "RANK_ID", "MS_ROLE")}
-    run = subprocess.run([sys.executable, "-X", "importtime", str(TRAIN), "--parallel.tp", "2"], env=env,
-                         capture_output=True, text=True, timeout=PATIENCE)
+    run = python("-X", "importtime", str(TRAIN), "--parallel.tp", "2", env=env)
     assert run.returncode == 2 and "ConfigError: For the configuration, the parallel degrees make 2" in run.stderr
     assert "Traceback" not in run.stderr and "mindspore" not in run.stderr.replace(str(TRAIN), "")
 
 
 def test_print_config_prints_and_trains_nothing():
-    run = subprocess.run([sys.executable, str(TRAIN), "--print-config", "--model.dim", "64"], capture_output=True,
-                         text=True, timeout=PATIENCE)
+    run = python(str(TRAIN), "--print-config", "--model.dim", "64")
     assert run.returncode == 0 and "  dim: 64\n" in run.stdout and "loss" not in run.stdout.replace("loss_parallel", "")
 
 
 def test_help_says_how_and_where_the_keys_are():
-    run = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=PATIENCE)
+    run = python(str(TRAIN), "--help")
     assert run.returncode == 0 and "usage: train.py [--config" in run.stdout and "--print-config;" in run.stdout, run.stderr
 
 
