@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor import (
-    DTensor,
-    Layout,
-    Replicate,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-    replicate,
-)
+import ms_dtensor as md
+from ms_dtensor import Layout, Replicate, Shard, comm
 from ms_dtensor.errors import OpRuleError
 
 PLACED = (Replicate(), Shard(0), Shard(1))
@@ -41,9 +31,9 @@ def test_what_only_shards_would_fit_is_refused(name):
     with pytest.raises((ValueError, RuntimeError)):
         call(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
     with comm.fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for placed in itertools.product(PLACED, PLACED):
-            operands = [DTensor.from_local(ops.ones(Layout(mesh, [p], shape).local_shape((0,))), mesh, [p], shape=shape)
+            operands = [md.DTensor.from_local(ops.ones(Layout(mesh, [p], shape).local_shape((0,))), mesh, [p], shape=shape)
                         for p, shape in zip(placed, shapes, strict=True)]
             with pytest.raises(OpRuleError, match="sizes do not fit") as caught:
                 call(*operands)
@@ -54,9 +44,9 @@ def test_a_whole_input_of_a_style_that_takes_shards_is_refused():
     from mindspore import nn
 
     with comm.fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for sizes in ((4, 3), (5, 3)):
-            cell = parallelize_module(nn.Dense(*sizes), mesh, RowwiseParallel())
+            cell = md.parallelize_module(nn.Dense(*sizes), mesh, md.RowwiseParallel())
             with pytest.raises(OpRuleError, match="sizes do not fit") as caught:
                 cell(ops.ones((2, sizes[0])))
             assert "input_layouts=Replicate(), if every rank passes the whole" in str(caught.value)
@@ -70,8 +60,8 @@ def test_a_mask_that_a_replicated_cell_takes_as_rows_is_refused_with_what_it_nee
             return (mint.matmul(x, x.swapaxes(1, 2)) + mask).sum()
 
     with comm.fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        net, x, mask = replicate(Masked(), mesh=mesh), ops.ones((2, 3, 4)), ops.ones((3, 3))
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        net, x, mask = md.replicate(Masked(), mesh=mesh), ops.ones((2, 3, 4)), ops.ones((3, 3))
         with pytest.raises(OpRuleError, match=r"distribute_tensor\(x, mesh\), of a mask"):
             net(x, mask)
-        assert net(x, distribute_tensor(mask, mesh)).layout.describe() == "f32[]{sum: dp} on mesh(dp=2)"
+        assert net(x, md.distribute_tensor(mask, mesh)).layout.describe() == "f32[]{sum: dp} on mesh(dp=2)"

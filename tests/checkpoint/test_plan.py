@@ -11,22 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_dtensor import DeviceMesh, FusedShard, Layout, Replicate, Shard
+from ms_dtensor.checkpoint import plan as planning
 from ms_dtensor.checkpoint.index import Index, TensorInfo, dump, sealed
 from ms_dtensor.checkpoint.parsing import parse
 from ms_dtensor.checkpoint.pieces import PIECE, ROW, SMALL, piece_hash, piece_size, pieces
-from ms_dtensor.checkpoint.plan import (
-    SPLIT,
-    Request,
-    assign,
-    common,
-    held_boxes,
-    laid_out,
-    part_name,
-    parts_of,
-    volume,
-    whole_on,
-    within,
-)
+from ms_dtensor.checkpoint.plan import SPLIT, common, held_boxes
 from ms_dtensor.checkpoint.spread import Cut, Mesh, Ranks, Spread
 from ms_dtensor.errors import CheckpointError
 
@@ -61,15 +50,15 @@ def test_held_boxes_are_what_ranks_hold(shape, placements):
 
 def planned(requests, ranks):
     """Each rank's parts."""
-    plan = assign(requests, ranks)
-    return {rank: parts_of(rank, plan, {r.key: r.shape for r in requests}) for rank in range(ranks)}, plan
+    plan = planning.assign(requests, ranks)
+    return {rank: planning.parts_of(rank, plan, {r.key: r.shape for r in requests}) for rank in range(ranks)}, plan
 
 
 def test_each_element_is_written_once_by_a_rank_that_holds_it():
     layouts = {f"t{i}": Layout(MESH, p, shape) for i, (shape, p) in enumerate(LAYOUTS)}
-    requests = [Request(key, 4, layout.shape, laid_out(layout)) for key, layout in layouts.items()]
-    requests.append(Request("plain", 8, (3, 2), whole_on(6, (3, 2))))
-    requests.append(Request("large", 1, (1, 7, SPLIT), whole_on(6, (1, 7, SPLIT))))
+    requests = [planning.Request(key, 4, layout.shape, planning.laid_out(layout)) for key, layout in layouts.items()]
+    requests.append(planning.Request("plain", 8, (3, 2), planning.whole_on(6, (3, 2))))
+    requests.append(planning.Request("large", 1, (1, 7, SPLIT), planning.whole_on(6, (1, 7, SPLIT))))
     counts = {r.key: np.zeros(r.shape if r.key != "large" else (1, 7, 4), int) for r in requests}
     order = [r.key for r in requests]
     parts, plan = planned(requests, 6)
@@ -93,11 +82,11 @@ def test_a_formula_tells_of_any_box_the_parts_that_touch_it(data):
     choices = [R, *(kind(d) for d in range(len(shape)) for kind in (S, Balanced))]
     layout = Layout(MESH, [data.draw(st.sampled_from(choices)) for _ in range(2)], shape, order=data.draw(
         st.permutations(["dp", "tp"])))
-    spread = laid_out(layout)
+    spread = planning.laid_out(layout)
     spread = Spread(spread.mesh, spread.cuts, data.draw(st.integers(0, spread.copies - 1)), data.draw(
         st.integers(1, spread.copies)))
     every = list(spread.boxes(shape))
-    assert spread.count(shape) == len(every) and sum(volume(box) for box, _ in every) == math.prod(shape)
+    assert spread.count(shape) == len(every) and sum(planning.volume(box) for box, _ in every) == math.prod(shape)
     by_rank = [(box, rank) for rank in range(6) for box in spread.written_by(rank, shape)]
     assert sorted(by_rank) == sorted(every)
     for box, rank in every:
@@ -116,9 +105,9 @@ def test_runs_of_ranks(numbers):
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 24), st.booleans()), min_size=1, max_size=40))
 def test_work_is_balanced_by_bytes(sizes):
-    requests = [Request(str(i), 1, (n,), whole_on(4, (n,)) if free else Spread(
-        Mesh((1,), Ranks.of([i % 4])), whole_on(1, (n,)).cuts)) for i, (n, free) in enumerate(sizes)]
-    load = {rank: sum(volume(p.box) for p in parts) for rank, parts in planned(requests, 4)[0].items()}
+    requests = [planning.Request(str(i), 1, (n,), planning.whole_on(4, (n,)) if free else Spread(
+        Mesh((1,), Ranks.of([i % 4])), planning.whole_on(1, (n,)).cuts)) for i, (n, free) in enumerate(sizes)]
+    load = {rank: sum(planning.volume(p.box) for p in parts) for rank, parts in planned(requests, 4)[0].items()}
     bound = [sum(n for i, (n, free) in enumerate(sizes) if not free and i % 4 == rank) for rank in range(4)]
     largest = max((min(n, SPLIT) for n, free in sizes if free), default=0)
     mean = sum(n for n, _ in sizes) / 4
@@ -129,21 +118,22 @@ def test_work_is_balanced_by_bytes(sizes):
 def test_a_box_within_runs_of_rows():
     held = np.arange(9)  # rows 2..4, 10..12, 20..22 of a dim
     runs = [((2, 5), (10, 13), (20, 23))]
-    assert held[within(((11, 13),), runs)].tolist() == [4, 5]
-    assert held[within(((20, 21),), runs)].tolist() == [6]
+    assert held[planning.within(((11, 13),), runs)].tolist() == [4, 5]
+    assert held[planning.within(((20, 21),), runs)].tolist() == [6]
 
 
 def test_names_of_parts():
-    assert part_name("w", (3, 4), ((0, 3), (0, 4))) == "w" == part_name("w", (), ())
-    assert part_name("w", (3, 4), ((0, 3), (2, 4))) == "w[0:3,2:4]"
+    assert planning.part_name("w", (3, 4), ((0, 3), (0, 4))) == "w" == planning.part_name("w", (), ())
+    assert planning.part_name("w", (3, 4), ((0, 3), (2, 4))) == "w[0:3,2:4]"
 
 
 def test_a_plan_for_many_ranks_is_made_at_once():
     mesh = DeviceMesh("cpu", np.arange(1024).reshape(64, 16), mesh_dim_names=("fsdp", "tp"))
     layouts = [Layout(mesh, [S(0), S(1)], (4096, 4096)), Layout(mesh, [R, S(0)], (4096, 64)),
                Layout(mesh, [S(0), R], (4096,))]
-    parts, _ = planned([Request(f"{i}", 2, layouts[i % 3].shape, laid_out(layouts[i % 3])) for i in range(60)], 1024)
-    load = [sum(2 * volume(p.box) for p in mine) for mine in parts.values()]
+    parts, _ = planned([planning.Request(f"{i}", 2, layouts[i % 3].shape, planning.laid_out(layouts[i % 3]))
+                        for i in range(60)], 1024)
+    load = [sum(2 * planning.volume(p.box) for p in mine) for mine in parts.values()]
     total = sum(2 * math.prod(layouts[i % 3].shape) for i in range(60))
     assert sum(load) == total and max(load) <= 1.1 * total / 1024
 

@@ -9,15 +9,6 @@ from mindspore.common.api import _pynative_executor
 from mindspore.train import MAE, Metric
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    RowwiseParallel,
-    distribute_module,
-    parallelize_module,
-    redistribution_policy,
-    replicate,
-)
 from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MixedOperandError
 from tests.dist.cases_surface import _mlp, placed
 from tests.dist.operands import R, S, data, mesh_1d, mesh_2d
@@ -45,16 +36,16 @@ def parameter_hooks_see_the_reduced_gradient_once(world):
             net[0].weight.register_hook(lambda g: (g + 1).redistribute())
         if early:
             hook()
-        parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
-                                                  "2": RowwiseParallel(use_local_output=False)})
-        replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
+        md.parallelize_module(net, mesh_2d()["tp"], {"0": md.ColwiseParallel(use_local_output=False),
+                                                  "2": md.RowwiseParallel(use_local_output=False)})
+        md.replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
         if not early:
             hook()
         for _ in range(2):
             seen.clear()
             got = ms.grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(
                 placed(x, mesh_2d(), S(0), R))
-            assert len(seen) == 4 and all(isinstance(g, DTensor) for g in seen), seen
+            assert len(seen) == 4 and all(isinstance(g, md.DTensor) for g in seen), seen
             equal(got, want, f"{early} {bucket}")
     handle = net[2].bias.register_hook(lambda g: g * 0)
     handle.remove()
@@ -66,7 +57,7 @@ def activation_hooks_see_global_gradients(world, grid):
     x, w = data(1, 6, 8), data(2, 8, 4)
 
     def whole(t):
-        return t.redistribute(placements=[R, R]) if isinstance(t, DTensor) else t
+        return t.redistribute(placements=[R, R]) if isinstance(t, md.DTensor) else t
     ways = {"cut": lambda t, w: t * 2, "gathered": lambda t, w: whole(t * 2), "partial": lambda t, w: t @ w,
             "view": lambda t, w: whole(t * 2).reshape(8, 6), "number": lambda t, w: (t * t).sum(),
             "input": lambda t, w: t, "max": lambda t, w: t.amax(1)}
@@ -91,7 +82,7 @@ def activation_hooks_see_global_gradients(world, grid):
             got = ms.grad(loss(make, change, seen), (0, 1))(placed(x, grid, S(0), S(1)), placed(w, grid, R, S(0)))
             for handle in handles:
                 handle.remove()
-            assert len(seen) == 1 and isinstance(seen[0], DTensor) and not seen[0].layout.has_partial(), (name, how, seen)
+            assert len(seen) == 1 and isinstance(seen[0], md.DTensor) and not seen[0].layout.has_partial(), (name, how, seen)
             equal(seen[0], wanted[0], f"{name} {how} seen")
             for i in range(2):
                 equal(got[i], want[i], f"{name} {how} {i}")
@@ -134,9 +125,9 @@ def backward_hooks_of_cells(world):
         net = _mlp(3)
         if early:
             hooked(net, log)
-        parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
-                                                  "2": RowwiseParallel(use_local_output=False)})
-        replicate(net, mesh=mesh_2d()["dp"])
+        md.parallelize_module(net, mesh_2d()["tp"], {"0": md.ColwiseParallel(use_local_output=False),
+                                                  "2": md.RowwiseParallel(use_local_output=False)})
+        md.replicate(net, mesh=mesh_2d()["dp"])
         if not early:
             hooked(net, log)
         for _ in range(2):
@@ -146,7 +137,7 @@ def backward_hooks_of_cells(world):
             assert len(log) == len(want_log) == 3
             for a, b in zip(log, want_log):
                 for g, w in zip(a, b, strict=True):
-                    assert isinstance(g, DTensor)
+                    assert isinstance(g, md.DTensor)
                     equal(g, w, f"{early} hook")
 
 
@@ -156,7 +147,7 @@ def labels_of_a_replicated_loss(world, grid):
     logits, mine = placed(out, grid, S(0), S(1)), Tensor(array(y)[rows])
     message = refusal(lambda: nn.MSELoss()(logits, mine), MixedOperandError)
     assert "DTensor.from_local" in message and "replicate(loss_fn" in message
-    loss = replicate(nn.MSELoss(), mesh=grid["dp"])
+    loss = md.replicate(nn.MSELoss(), mesh=grid["dp"])
     with counted() as count:
         got = loss(logits, mine)
     assert count == {("all_gather_object", "forward"): 1}, count  # how many rows each rank brings
@@ -184,7 +175,7 @@ def metrics_refuse_what_they_cannot_know(world):
     with counted({}):
         message = refusal(lambda: MAE().update(x, plain), MixedOperandError)
         assert "MAE.update" in message and "replicate(loss_fn" in message
-        with redistribution_policy("explicit"):
+        with md.redistribution_policy("explicit"):
             assert "MAE.update" in refusal(lambda: MAE().update(x, x), ImplicitCommError)
     with md.implicit_replication():
         metric = MAE()
@@ -201,7 +192,7 @@ def a_scalars_array_is_its_value(world):
     assert total.placements[0].is_partial()
     np.testing.assert_allclose(total.asnumpy(), array(x).sum(), rtol=1e-5)
     assert total.asnumpy().shape == () and total.asnumpy().dtype == np.float32
-    with redistribution_policy("explicit"):
+    with md.redistribution_policy("explicit"):
         assert "For 'asnumpy'" in refusal(total.asnumpy, ImplicitCommError)
 
 
@@ -216,7 +207,7 @@ def a_parameter_of_no_dims_counts_as_a_number_outside_gradients(world):
 
 
 def a_forward_that_raised_after_set_grad_leaves_no_recording(world):
-    net = distribute_module(nn.Dense(3, 2), mesh_1d())
+    net = md.distribute_module(nn.Dense(3, 2), mesh_1d())
     net.set_grad()
     refusal(lambda: net(data(1, 8, 3)), MixedOperandError)
     assert not _pynative_executor.grad_flag()
@@ -228,21 +219,21 @@ def plans_see_through_the_wrappers_of_mixed_precision(world):
         return nn.SequentialCell(nn.Dense(6, 8), nn.LayerNorm((8,)), nn.Dense(8, 4))
     for level in sampled(("O2", "O1", "O3", "O1"), 2, 1):  # MindSpore's second rewriting makes other classes than its first
         cell = amp.auto_mixed_precision(net(), level)
-        parallelize_module(cell, mesh_1d(), {"0": ColwiseParallel(use_local_output=False)})
+        md.parallelize_module(cell, mesh_1d(), {"0": md.ColwiseParallel(use_local_output=False)})
         cut = [p.name for p in cell.get_parameters() if getattr(p, "placements", None)]
         assert len(cut) == 2 and all(".0." in f".{name}" for name in cut), (level, cut)
     spelled = amp.auto_mixed_precision(net(), "O3")
-    parallelize_module(spelled, mesh_1d(), {"_backbone.2": ColwiseParallel(use_local_output=False)})
+    md.parallelize_module(spelled, mesh_1d(), {"_backbone.2": md.ColwiseParallel(use_local_output=False)})
     assert len([p for p in spelled.get_parameters() if getattr(p, "placements", None)]) == 2
     every = amp.auto_mixed_precision(nn.SequentialCell(nn.Dense(6, 8), nn.Dense(8, 4)), "O3")
-    parallelize_module(every, mesh_1d(), {"*": ColwiseParallel(use_local_output=False, output_layouts=R)})
+    md.parallelize_module(every, mesh_1d(), {"*": md.ColwiseParallel(use_local_output=False, output_layouts=R)})
     assert len([p for p in every.get_parameters() if getattr(p, "placements", None)]) == 4
 
 
 def an_optimizer_of_the_old_parameters_is_explained(world):
     net = nn.Dense(3, 2)
     optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
-    distribute_module(net, mesh_1d())
+    md.distribute_module(net, mesh_1d())
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
     message = refusal(lambda: step(placed(data(1, 8, 3), mesh_1d(), S(0)), placed(data(2, 8, 2), mesh_1d(), S(0))), ConfigError)
     assert "after the model was distributed" in message

@@ -5,16 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DeviceMesh,
-    DTensor,
-    Partial,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-    value_and_grad,
-)
+from ms_dtensor import DTensor, distribute_tensor
 from ms_dtensor.errors import MixedOperandError
 from ms_dtensor.tensor import init as md_init
 from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
@@ -72,14 +63,14 @@ def to_local_shares_storage(world):
 def full_tensor_takes_the_cotangents_layout(world):
     x = distribute_tensor(ops.ones((8, 3)), mesh_1d(), [S(0)])
     for hint, scale in (([P], 4), (None, 1)):
-        equal(value_and_grad(lambda t, h=hint: t.full_tensor(grad_placements=h).sum(), 0)(x)[1],
+        equal(md.value_and_grad(lambda t, h=hint: t.full_tensor(grad_placements=h).sum(), 0)(x)[1],
               np.full((8, 3), scale, np.float32))
 
 
 def a_new_tensor_like_another_has_its_own_gradient(world):
     x = distribute_tensor(data(1, 8, 8), mesh_1d(), [S(0)])
     new = md.empty_like(x)
-    g = value_and_grad(lambda t: t.sum(), 0)(new)[1]
+    g = md.value_and_grad(lambda t: t.sum(), 0)(new)[1]
     assert new.shape == x.shape and isinstance(g, DTensor) and g.placements == x.placements
 
 
@@ -107,13 +98,13 @@ def default_meshes_nest(world):
 def shapes_on_meshes_of_two_and_three_axes(world):
     assert DTensor.from_local(data(1, 3, 3), mesh_2d(), [S(0), S(1)]).shape == (6, 6)
     assert DTensor.from_local(data(1, 3, 3), mesh_2d(), [S(0), S(0)]).shape == (12, 3)
-    cube = init_device_mesh("cpu", (2, 2, 1))
+    cube = md.init_device_mesh("cpu", (2, 2, 1))
     assert DTensor.from_local(data(1, 3, 3, 3), cube, [S(0), S(1), S(2)]).shape == (6, 6, 3)
     assert DTensor.from_local(data(1, 3, 3, 3), cube, [S(0), S(0), S(2)]).shape == (12, 3, 3)
 
 
 def _some():
-    return DeviceMesh("cpu", [0, 2], mesh_dim_names=("some",))
+    return md.DeviceMesh("cpu", [0, 2], mesh_dim_names=("some",))
 
 
 def from_local_outside_the_mesh_holds_nothing(world):
@@ -161,7 +152,7 @@ def scalar_tensors_mix_in_by_themselves(world):
 def run_check_keeps_gradients_and_takes_replicas_from_coordinate_0(world):
     def f(t):
         return (DTensor.from_local(t * 2, mesh_1d(), [R], run_check=True) * 3.0).sum()
-    value, grad = value_and_grad(f, 0)(data(world.rank, 3, 3))
+    value, grad = md.value_and_grad(f, 0)(data(world.rank, 3, 3))
     equal(value, data(0, 3, 3).sum() * 6.0)
     equal(grad, np.full((3, 3), 6, np.float32))
 
@@ -174,9 +165,9 @@ def constant_initialisers_write_the_shard(world):
 
 def zeros_on_some_of_the_ranks(world):
     for ranks, sizes in (([0, 3], {0: (16, 3), 3: (16, 3)}), ([0, 1, 3], {0: (11, 3), 1: (11, 3), 3: (10, 3)})):
-        x = md.zeros((32, 3), device_mesh=DeviceMesh("cpu", ranks), placements=[S(0)])
+        x = md.zeros((32, 3), device_mesh=md.DeviceMesh("cpu", ranks), placements=[S(0)])
         assert x.shape == (32, 3) and x.local_shape == sizes.get(world.rank, (0, 0))
-    grid = DeviceMesh("cpu", [[0], [3]])
+    grid = md.DeviceMesh("cpu", [[0], [3]])
     assert md.zeros((32, 3), device_mesh=grid, placements=[S(0), S(1)]).local_shape == (
         (16, 3) if world.rank in (0, 3) else (0, 0))
 
@@ -192,13 +183,13 @@ def what_is_copied_into_a_partial_keeps_its_reduction(world, line):
     for op, reduced in REDUCED.items():
         for shape in ((3, 5), (5,), (3, 1), ()):
             mine = [data(10 + r, *shape).asnumpy() for r in range(4)]
-            x = DTensor.from_local(data(world.rank, 3, 5), line, [Partial(op)])
+            x = DTensor.from_local(data(world.rank, 3, 5), line, [md.Partial(op)])
             with counted({}):
-                out = x.copy_(DTensor.from_local(Tensor(mine[world.rank]), line, [Partial(op)]))
-            assert out is x and x.placements == (Partial(op),), (op, shape)
+                out = x.copy_(DTensor.from_local(Tensor(mine[world.rank]), line, [md.Partial(op)]))
+            assert out is x and x.placements == (md.Partial(op),), (op, shape)
             equal(x, np.broadcast_to(reduced(np.stack(mine)), (3, 5)), f"{op} {shape}")
     x = DTensor.from_local(data(1, 3, 5), line, [P])
-    for other in (Partial("max"), R):
+    for other in (md.Partial("max"), R):
         assert "change its placement" in refusal(lambda other=other: x.copy_(DTensor.from_local(data(2, 3, 5), line, [other])))
 
 
@@ -235,18 +226,18 @@ def styles_replicate_the_buffers_of_their_cells(world, grid):
                      down=Scaled(12, 8, data(2)))
     x = data(5, 4, 8)
     plain = net_of_two()
-    plan = {"norm": md.SequenceParallel(sequence_dim=0), "up": ColwiseParallel(use_local_output=False),
+    plan = {"norm": md.SequenceParallel(sequence_dim=0), "up": md.ColwiseParallel(use_local_output=False),
             "down": md.RowwiseParallel(use_local_output=False)}
     net = net_of_two()
     net.up._buffers["by"] = data(1 + world.rank, 8)  # coordinate 0's are everybody's
-    net = parallelize_module(net, grid["tp"], plan)
+    net = md.parallelize_module(net, grid["tp"], plan)
     for buffer in (net.norm.unused, net.up.by, net.down.by):
         assert isinstance(buffer, DTensor) and buffer.placements == (R,) and not isinstance(buffer, Parameter)
     if world.rank < 2:
         equal(net.up.by, data(1, 8))
-    alone = parallelize_module(net_of_two(), grid["tp"], plan)
+    alone = md.parallelize_module(net_of_two(), grid["tp"], plan)
     want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
-    for model in (alone, md.distribute_module(parallelize_module(net_of_two(), grid["tp"], plan), grid["tp"])):
+    for model in (alone, md.distribute_module(md.parallelize_module(net_of_two(), grid["tp"], plan), grid["tp"])):
         got = md.value_and_grad(lambda t, m=model: (m(t) ** 2).mean(), None, model.trainable_params())(
             placed(x, grid["tp"], R))
         equal(got, want)

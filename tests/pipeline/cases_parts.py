@@ -12,19 +12,8 @@ from ms_dtensor import comm
 from ms_dtensor.pipeline import PipelineStage, pipeline
 from tests.cases import case, cases
 from tests.dist.support import each, set_trained
-from tests.pipeline.cases_run import (
-    IN_PARTS,
-    KINDS,
-    WAYS,
-    Net,
-    T,
-    X,
-    beside_other_axes,
-    loss_fn,
-    one_device,
-    right,
-    style_of,
-)
+from tests.pipeline import cases_run
+from tests.pipeline.cases_run import T, X
 from tests.sharding.support import filled
 from tests.tiers import sampled
 
@@ -33,19 +22,20 @@ MORE = {
     "fully_shard, float16": lambda net, mesh: md.fully_shard(net, mesh=mesh["dp"], mp_policy=MIXED),
     "replicate, float16": lambda net, mesh: md.replicate(net, mesh=mesh["dp"], mp_policy=MIXED),
     "kept": lambda net, mesh: [md.fully_shard(c, mesh=mesh["dp"], reshard_after_forward=False) for c in (*net.layers, net)],
-    "blocks, recompute": lambda net, mesh: ([md.checkpoint_wrapper(c) for c in net.layers], WAYS["blocks"](net, mesh)),
+    "blocks, recompute": lambda net, mesh: (
+        [md.checkpoint_wrapper(c) for c in net.layers], cases_run.WAYS["blocks"](net, mesh)),
     "zero1": lambda net, mesh: md.replicate(net, mesh=mesh["dp"], zero1=True),
 }
 
 
 def parts_beside_an_axis(world):
     """Bit for bit the backward in one part, and the same collectives, as often."""
-    @each(sampled({**WAYS, **MORE}, 4, 1))
+    @each(sampled({**cases_run.WAYS, **MORE}, 4, 1))
     def steps(way):
         other = "tp" if way.startswith("tp") else "dp"
         mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", other))
-        net = filled(Net(2))
-        {**WAYS, **MORE}[way](net, mesh)
+        net = filled(cases_run.Net(2))
+        {**cases_run.WAYS, **MORE}[way](net, mesh)
         stage = PipelineStage(net, 0, 1, mesh["pp"])
         rows = [md.Replicate() if other == "tp" else md.Shard(0)]
         xs, ts = ([md.distribute_tensor(Tensor(half), mesh[other], rows, src_data_rank=None) for half in np.split(a, 2)]
@@ -54,7 +44,7 @@ def parts_beside_an_axis(world):
 
         def run(in_parts: bool):
             with comm.record() as events:
-                made = [stage.record((x,), {}, lambda y, t=t: loss_fn(y, t), in_parts) for x, t in zip(xs, ts)]
+                made = [stage.record((x,), {}, lambda y, t=t: cases_run.loss_fn(y, t), in_parts) for x, t in zip(xs, ts)]
                 out = []
                 for last, one in enumerate(made):
                     stage.synchronise(bool(last))
@@ -81,23 +71,23 @@ def as_many(world, counts) -> None:
     """Microbatches: as many as ranks, and so many that the ranks do not divide them; weights tied over stages."""
     mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
 
-    @each(itertools.product(IN_PARTS, counts))
+    @each(itertools.product(cases_run.IN_PARTS, counts))
     def steps(name, m):
         rng = np.random.default_rng(m)
         x, t = (rng.normal(0, 0.2, size=(8 * m, 4)).astype(np.float32) for _ in range(2))
-        net = filled(Net(tied=True))
-        kind, v = KINDS[name]
-        schedule = kind(pipeline(net, mesh, n_stages=v * world.size, style=style_of(name)), m, loss_fn)
-        want = one_device(net, False, x, t)
+        net = filled(cases_run.Net(tied=True))
+        kind, v = cases_run.KINDS[name]
+        schedule = kind(pipeline(net, mesh, n_stages=v * world.size, style=cases_run.style_of(name)), m, cases_run.loss_fn)
+        want = cases_run.one_device(net, False, x, t)
         with comm.record() as events:
-            right(schedule, want, "tied", Tensor(t), 1e-6, args=(Tensor(x),))
+            cases_run.right(schedule, want, "tied", Tensor(t), 1e-6, args=(Tensor(x),))
         sent = Counter(e.op for e in events)
         assert set(sent) <= {"exchange", "broadcast"} and sent["broadcast"] == 1, sent
 
 
 @case(4, timeout=180)
 def parts_beside_other_axes(world):
-    beside_other_axes(world, IN_PARTS, 4)
+    cases_run.beside_other_axes(world, cases_run.IN_PARTS, 4)
 
 
 @case(4, timeout=120)
@@ -108,17 +98,17 @@ def frozen_when_laid_out_and_trained_later(world):
 
     @each(itertools.product(sampled(("zbh1", "zbv"), 2), ("replicate", "fully_shard")))
     def steps(name, way):
-        net, plain, (kind, v) = filled(Net()), filled(Net()), KINDS[name]
+        net, plain, (kind, v) = filled(cases_run.Net()), filled(cases_run.Net()), cases_run.KINDS[name]
         set_trained(False, net.layers[0], net.last)
-        stages = pipeline(net, mesh["pp"], n_stages=2 * v, style=style_of(name))
+        stages = pipeline(net, mesh["pp"], n_stages=2 * v, style=cases_run.style_of(name))
         for stage in stages:
-            WAYS[way](stage.module, mesh)
-        schedule = kind(stages, 4, loss_fn)
+            cases_run.WAYS[way](stage.module, mesh)
+        schedule = kind(stages, 4, cases_run.loss_fn)
         for trained in (False, True):
             for one in (plain, *(stage.module for stage in stages)):
                 set_trained(trained, *(c for c in (one.layers[0], one.last) if list(c.get_parameters())))
             with comm.record() as events:
-                right(schedule, one_device(plain, False), f"{trained=}", t, args=(x,))
+                cases_run.right(schedule, cases_run.one_device(plain, False), f"{trained=}", t, args=(x,))
             sums = Counter(e.op for e in events if e.phase == "backward" and e.axes == ("dp",))
             units = sum(bool(s.module.trainable_params()) for s in stages)
             assert sum(n for op, n in sums.items() if op in ("all_reduce", "reduce_scatter")) <= units, sums
@@ -161,9 +151,9 @@ def norms(world, kind: str, rows) -> None:
             for p in (getattr(norm, word) for word in alike.split()):
                 p.set_data(Tensor(np.full(p.shape, 1.25 if p is norm.gamma else 0.5, np.float32)))
             norm.gamma.requires_grad = norm.beta.requires_grad = not frozen
-        want = one_device(net, False, x, t)
+        want = cases_run.one_device(net, False, x, t)
         for cell in net:
             wrap(cell, mesh=mesh["dp"])
-        schedule = KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, loss_fn)
-        right(schedule, want, "step", whole[1], args=whole[:1])
+        schedule = cases_run.KINDS[name][0](PipelineStage(net, 0, 1, mesh["pp"]), 4, cases_run.loss_fn)
+        cases_run.right(schedule, want, "step", whole[1], args=whole[:1])
         md.optim.SGD(schedule.params, 0.5)([p * 1 for p in schedule.params])
