@@ -198,6 +198,7 @@ def compute_copy(param, dtype, reduce_dtype):
         return wrap(local, layout)
     out = wrap(as_copy(local, param, reduce_dtype, layout.gradient()), layout)
     memo_of(out).copy_of = param, reduce_dtype
+    memo_of(out).reads = None if param._memo is None else param._memo.reads
     return out
 
 

@@ -95,7 +95,7 @@ FAULTS = [
     Fault("parts are written rank by rank", "ms_dtensor/parallel/sharding/block.py", f"{SUMS} -k packed_together",
           "(k, n, x.shape[0] // (k * n), *x.shape[1:])), 1, first, stop)", "(n, k, x.shape[0] // (k * n), *x.shape[1:])), 0, first, stop)"),
     Fault("a row outlives a write", "ms_dtensor/parallel/sharding/block.py", f"{KEPT_ROWS} -k written",
-          "self._own is None or self.stale() else", "self._own is None else"),
+          'phase != "backward" or self.stale())', 'phase != "backward")'),
     Fault("a row outlives an optimizer's step", "ms_dtensor/dispatch/memo.py", f"{KEPT_ROWS} -k written",
           "    memo_of(x).stepped += 1\n", "    pass\n"),
     Fault("a recording keeps rows", "ms_dtensor/parallel/sharding/call.py", f"{KEPT_ROWS} -k alone",

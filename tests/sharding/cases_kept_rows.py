@@ -116,7 +116,7 @@ def same(got, want, what: str) -> None:
 
 def kept(net) -> list[Block]:
     """Whose row stays, but for what is on its way."""
-    return [block for unit in units_of(net) for block in unit.blocks if block._own is not None and block._work is None]
+    return [block for unit in units_of(net) for block in unit.blocks if block._left is not None and block._work is None]
 
 
 @case(2, timeout=60)
@@ -263,7 +263,7 @@ def a_row_goes_with_what_it_was_for(world):
 
         def at(then):
             def between(block) -> None:
-                seen.append(weakref.ref(kept(net)[0]._own[1]))
+                seen.append(weakref.ref(kept(net)[0]._left[1]))
                 then()
             net.between = between
             with contextlib.suppress(RuntimeError):
@@ -280,7 +280,7 @@ def a_row_goes_with_what_it_was_for(world):
         net.between = None
         same(step_of(net, mesh)[0], step_of(sharded(mesh), mesh)[0], "the next step")
         for block in (block for unit in units_of(net) for block in unit.blocks):
-            block._own = (block._writes(), Tensor(np.zeros(3, np.float32)))
+            block._left = (block.group, Tensor(np.zeros(3, np.float32)))
         net(rows_of(mesh, X))
         assert not kept(net), "a forward begins"
 

@@ -32,7 +32,6 @@ from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import BATCH, batch_over
 from .call import UNIT, runs_as_unit, units_of
-from .local import Mode
 from .methods import METHODS
 from .unit import DataAxes, Unit, cells_in, lift
 
@@ -160,7 +159,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
                           "A call lays out the parameters of its own cells.",
                           ("pass them to the call for their own cell", "leave them out"))
     _make_unit("fully_shard", cells, _cutting("fully_shard", mesh, reshard_after_forward), mp_policy, ignored=ignored_params,
-               place=lambda p: REPLICATE if id(p) in whole else placed(p), mode=Mode.LOCAL if local_inputs else Mode.GLOBAL)
+               place=lambda p: REPLICATE if id(p) in whole else placed(p), local_inputs=local_inputs)
     return module
 
 
@@ -258,18 +257,18 @@ def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
 
 
-def _whole_mesh(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, mode: Mode) -> DeviceMesh:
+def _whole_mesh(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, local_inputs: bool) -> DeviceMesh:
     """The axes of all parameters, and of a plan for other stages. Of local tensors an inner unit's may run across them:
     experts over all ranks, say."""
     whole = data
-    for cell in cells if mode is Mode.GLOBAL else ():
+    for cell in () if local_inputs else cells:
         whole = union_mesh(cell.__dict__.get(STYLES_MESH, whole), whole, who)
     for _, _, p in slots:
         if isinstance(p, DTensor):
             try:
                 whole = union_mesh(p.device_mesh, whole, who)
             except LayoutError:
-                if mode is Mode.GLOBAL or not p.__dict__.get(SHARDED_BY):
+                if not local_inputs or not p.__dict__.get(SHARDED_BY):
                     raise
     return whole
 
@@ -280,9 +279,9 @@ def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement
     placed = {} if layout is None else dict(zip(layout.mesh.mesh_dim_names, layout.placements))
     cut = axes.cutting
     doubly = [a for a in axes.mesh.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
-    if layout is not None and doubly and not cut:
+    if doubly and not cut:
         raise LayoutError(f"For 'replicate', parameter '{p.name}' is laid out over '{doubly[0]}' already.",
-                          layout.describe(), "A parameter is copied or cut over an axis, not both.",
+                          p.layout.describe(), "A parameter is copied or cut over an axis, not both.",
                           ("fully_shard(module, mesh=...) for a cell of which some parameters are cut",
                            "ignored_modules=[...] with the cells of which all are"))
     shape = tuple(p.shape)
@@ -317,21 +316,22 @@ def _remainders(by_parts: Placement, ranks: int) -> list[int]:
     return [n for n in by_parts.parts if n % ranks]
 
 
-def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets: dict[int, Layout], data: DeviceMesh,
-             whole: DeviceMesh, mode: Mode) -> Slots:
-    """Puts the parameters that have a target, laid out, into their slots, which it returns; and lays buffers out."""
-    for cell in cells:
-        deferred_init.remember(cell, whole, 0)
+def _lay_out(slots: Slots, targets: dict[int, Layout], data: DeviceMesh) -> Slots:
+    """Puts the parameters that have a target, laid out, into their slots, which it returns."""
     params = {id(p): p for _, _, p in slots}
     made = {key: _laid_out(params[key], data, target) for key, target in targets.items()}
     for cell, key, p in slots:
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
-    for cell in inside if mode is Mode.GLOBAL else ():
+    return [(cell, key, made[id(p)]) for cell, key, p in slots if id(p) in made]
+
+
+def _lay_buffers_out(cells: list[nn.Cell], data: DeviceMesh, whole: DeviceMesh) -> None:
+    """Lays the buffers of cells out, which take plain inputs as rows from here on."""
+    for cell in cells:
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
                 cell._buffers[key] = _laid_out(buffer, data, lift(buffer, whole))
         cell.__dict__[OUTER] = (whole, dict.fromkeys(data.mesh_dim_names, Shard(0)))
-    return [(cell, key, made[id(p)]) for cell, key, p in slots if id(p) in made]
 
 
 def _laid_out(x, mesh: DeviceMesh, target: Layout):
@@ -353,7 +353,7 @@ def _laid_out(x, mesh: DeviceMesh, target: Layout):
 
 def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedPrecisionPolicy | None, *,
                but: Iterable[nn.Cell] = (), ignored: Iterable[Parameter] = (), place: Callable | None = None,
-               bucket_mb: float = _BUCKET_MB, mode: Mode = Mode.GLOBAL) -> None:
+               bucket_mb: float = _BUCKET_MB, local_inputs: bool = False) -> None:
     """Lays the parameters of cells out, but for those ignored and in the cells `but`, and lets the cells run as one unit."""
     data, names = axes.mesh, set(axes.mesh.mesh_dim_names)
     left = {id(p): p.__dict__.setdefault(SHARDED_BY, "") for p in map(current, ignored)}
@@ -361,26 +361,30 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
     inside = [c for c in cells_in(*cells) if id(c) not in apart]
     found = [(c, key, p) for c in inside for key, held in c._params.items()
              if held is not None and id(p := current(held)) not in left]
-    whole = _whole_mesh(who, inside, found, data, mode)
+    whole = _whole_mesh(who, inside, found, data, local_inputs)
     targets = {id(p): _target(who, p, axes, whole, place) for _, _, p in found  # refuses before anything moves
                if not (p.__dict__.get(SHARDED_BY) if axes.cut else names <= p.__dict__.get(_OVER, set()))}
     inner = units_of(*cells)
     taken = {(id(c), key) for u in inner for c, key, _ in (*u.slots, *u.tied)}
     tied = [(c, key, p) for c, key, p in found if (id(c), key) not in taken and id(p) not in targets]  # to another unit's
-    local.check(who, mode, cells, inner, tied)
-    mine = _lay_out(cells, inside, found, targets, data, whole, mode)
+    local.check(who, local_inputs, cells, inner, tied)
+    for cell in cells:
+        deferred_init.remember(cell, whole, 0)
+    mine = _lay_out(found, targets, data)
+    if not local_inputs:
+        _lay_buffers_out(inside, data, whole)
     for unit in inner:  # which may have known of fewer axes
         unit.move_to(whole)
     for _, _, p in mine:
         key, value = (SHARDED_BY, type(cells[0]).__name__) if axes.cut else (_OVER, names | p.__dict__.get(_OVER, set()))
         p.__dict__[key] = value
-    unit = Unit(who, cells, mine, tied, axes, mode, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+    unit = Unit(who, cells, mine, tied, axes, local_inputs, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         cell.__dict__[UNIT] = unit
         around_construct(cell, runs_as_unit)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
-        before, after = cell.__dict__[BATCH] = local.plain_in_and_out(who) if mode is Mode.LOCAL else batch_over(
+        before, after = cell.__dict__[BATCH] = local.plain_in_and_out(who) if local_inputs else batch_over(
             cell, data, axes.given, who, unit.label)
         cell.register_forward_pre_hook(before, with_kwargs=True)
         cell.register_forward_hook(after)

@@ -69,8 +69,7 @@ class Block:
         self._numbers = [range(*pair) for pair in itertools.pairwise(ends)]  # in `parts`, of each parameter's tensors
         self.widths = [sum(self.parts.widths[j] for j in some) for some in self._numbers]  # of each one's place in a row
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.part: Any = None  # the rows of this rank and others, which the neighbours have together
-        self._own: Tensor | None = None  # this rank's row, as a forward has packed it
+        self._left: tuple[Any, Tensor] | None = None  # for the backward: whom it gathers among, and what of this rank
         self._gathered: list[tuple[int, int, int]] = []  # `_writes` when it was gathered
         self._work: Work | None = None
         self._places = weakref.WeakKeyDictionary[Any, list]()  # of `_places_in_memory`, by where the memory is
@@ -224,19 +223,20 @@ class Block:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
         own = list(map(local_alias, self.params))
-        kept = None if phase != "backward" or self._own is None or self.stale() else self._own
+        left, self._left = self._left, None
+        if left is not None and (self.rewritten() if left[0] is self.near else phase != "backward" or self.stale()):
+            left = None  # it is of what the shards were
         self._gathered = self._writes()
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
-            if self.part is None and self.straight():
+            if left is None and self.straight():
                 shapes = [self.parts.shape(j, self.group.rank_index) for j in range(len(self.parts.shapes))]
                 own = [piece for i, x in enumerate(own) for _, piece in self._each(i, x, shapes)]
                 self._work = self.group.all_gather_into(own, self.memory.window, self.parts, self.dtype, async_op=later)
                 return
-            group, given = self.near, self.part
-            if given is None:
-                group, given = self.group, self.row(dict(enumerate(own)), self.dtype) if kept is None else kept
-                self._own = given if phase == "forward" and self._keeps_row else None
-            given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
+            group, row = left or (self.group, self.row(dict(enumerate(own)), self.dtype))
+            if phase == "forward" and self._keeps_row:
+                self._left = group, row
+            given = group.all_gather(row, 0, [row.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
     def _writes(self) -> list[tuple[int, int, int]]:
@@ -252,9 +252,9 @@ class Block:
         """Whether a shard was written since it was gathered, other than by an optimizer or as a local tensor."""
         return any(times_written(p) != then[0] for p, then in zip(self.params, self._gathered))
 
-    def forget_row(self) -> None:
-        """The backward packs anew."""
-        self._own = None
+    def forget(self) -> None:
+        """The backward gathers all anew."""
+        self._left = None
 
     def finish(self, room: Room | None = None, keep_row: bool = False) -> None:
         """The memory holds the whole parameters; on a device in this room, or in any.
@@ -262,9 +262,9 @@ class Block:
         `keep_row`: for a backward to come, which gathers it again.
         """
         work: Any = self._work
-        gathered, self._work, self.part = work.wait(), None, None
+        gathered, self._work = work.wait(), None
         if not keep_row:
-            self.forget_row()
+            self.forget()
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
@@ -312,9 +312,8 @@ class Block:
         kind = HostMemory if executing() is None else AbstractMemory
         return kind(self.shapes, self.dtype, self.group.backend)
 
-    def release(self, keep_part: bool = False, pages: bool = True) -> None:
+    def release(self, keep_part: bool, pages: bool) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
-        self.part = None
         if self._work is not None:  # a gathering that nobody waited for
             self._work.wait()
             self._work = None
@@ -323,7 +322,7 @@ class Block:
             first = self.near.rank_index * each
             with NoFallbackGuard():
                 wholes = {i: self.memory.array(i) for i in range(len(self.params))}
-                self.part = self._rows(wholes, first, first + each, self.dtype)
+                self._left = self.near, self._rows(wholes, first, first + each, self.dtype)
         if pages or not self.straight():
             self.memory.release()
 
@@ -342,7 +341,7 @@ class Block:
 
     def write_own(self, i: int) -> None:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
-        self.forget_row()
+        self.forget()
         with NoFallbackGuard():
             for mine in self._mine(i):
                 write(local_alias(self.params[i]), mine)

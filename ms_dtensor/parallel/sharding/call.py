@@ -47,11 +47,13 @@ def runs_as_unit(given: Callable) -> Callable:
         unit: Unit = cell.__dict__[UNIT]
         args, kwargs = unit.policy.cast_inputs(args, kwargs)
         call = Call.of(unit, cell)
-        args, kwargs = map_leaves(call.way_out, (args, kwargs), Tensor)
+        comes_back = call.recorded and unit.blocks
+        if comes_back:
+            args, kwargs = call.way_out((args, kwargs))
         with call.running(cell):
             outputs = map_leaves(call.apart, given(cell, *args, **kwargs), Tensor)
         outputs = unit.policy.cast_output(outputs)
-        return map_leaves(call.entrance, outputs, Tensor) if call.recorded else outputs
+        return map_leaves(call.entrance, outputs, Tensor) if comes_back else outputs
     return run
 
 
@@ -185,10 +187,7 @@ class Call:
             elif unit.local:
                 out[k] = local.kept(self, p)
             else:
-                read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
-                out[k] = unit.policy.copy_of(read)
-                if out[k] is not read and p._memo is not None:
-                    memo_of(out[k]).reads = p._memo.reads
+                out[k] = unit.policy.copy_of(p if self.holding is None or not p.requires_grad else self.holding.gate(p))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
@@ -292,19 +291,20 @@ class Call:
             lies = getattr(getattr(x, "_memo", None), "lent", None) is not None
         return x * 1 if lies else x
 
-    def way_out(self, x: Tensor) -> Tensor:
-        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so,
-        and of gated ones it comes later."""
-        blocks = self.unit.blocks
-        trained = all(self.trains(p) for block in blocks for p in block.params)
-        if not self.recorded or trained and not (self.holding is not None and blocks):
-            return x
-        self.awaited += x._requires_grad and x.is_floating_point()
-        return _behind(x, self.leave)
+    def way_out(self, inputs: tuple) -> tuple:
+        """Inputs behind nodes that say that the backward has left the cell, where gradients of its parameters do not: of
+        frozen ones there are none, and of gated ones they come later."""
+        if self.holding is None and all(self.trains(p) for block in self.unit.blocks for p in block.params):
+            return inputs
+
+        def behind(x: Tensor) -> Tensor:
+            self.awaited += x._requires_grad and x.is_floating_point()
+            return _behind(x, self.leave)
+        return map_leaves(behind, inputs, Tensor)
 
     def entrance(self, x: Tensor) -> Tensor:
         """An output behind a node that gathers the parameters again when its gradient arrives, as a rule the first to."""
-        return _behind(x, self.enter) if self.unit.blocks else x
+        return _behind(x, self.enter)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

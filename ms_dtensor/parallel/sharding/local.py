@@ -10,7 +10,6 @@ whole (`call.py`), which is the same in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,6 @@ from .stand_in import UnshardedDTensor
 if TYPE_CHECKING:
     from .call import Call
     from .unit import Unit
-
-
-class Mode(Enum):
-    """What a unit's cells compute on."""
-
-    GLOBAL = "DTensors of global shape: gradients are those of the global batch's loss"
-    LOCAL = "plain tensors of this rank: gradients are those of the sum of all ranks' losses"
 
 
 class LocalWeight(UnshardedDTensor):
@@ -139,14 +131,16 @@ def plain_in_and_out(who: str) -> tuple[Callable, Callable]:
     return before, after
 
 
-def check(who: str, mode: Mode, cells: list[nn.Cell], inner: list[Unit], tied: list) -> None:
-    """Refuses units of both modes in one model, and what only DTensors can do."""
+def check(who: str, here: bool, cells: list[nn.Cell], inner: list[Unit], tied: list) -> None:
+    """Refuses units that compute on local tensors beside those on DTensors, and what only these can do."""
+    mode = {False: "GLOBAL", True: "LOCAL"}
     for unit in inner:
-        if unit.mode is not mode:
+        if unit.local is not here:
             raise ConfigError(f"For '{who}', cells inside {type(cells[0]).__name__} are of the other mode.",
-                              f"{unit.label}: {unit.mode.name}, here: {mode.name}", "A cell's activations are DTensors, or "
-                              "they are local tensors.", "the same local_inputs= in all calls for one model")
-    if mode is Mode.LOCAL and tied:
+                              f"{unit.label}: {mode[unit.local]}, here: {mode[here]}",
+                              "A cell's activations are DTensors, or they are local tensors.",
+                              "the same local_inputs= in all calls for one model")
+    if here and tied:
         raise LayoutError(f"For '{who}', parameter '{tied[0][2].name}' is of a unit already, and is used in another.",
                           tied[0][2].layout.describe(), "With local_inputs=True a cell sees the parameters of its own unit "
                           "whole, and others as they are cut.", f"{who}([cell, other], ...), one unit of both cells")

@@ -264,8 +264,6 @@ class Reduction:
         in_this_gradient.add(self.unit)  # no cell of it need have run
         self.check()
         param = self.params[key]
-        if not asked_for(param):
-            return grad
         if key not in self._places:  # trained when its forward ran, and not when the last one did
             self._add_bucket([param])
         bucket, number = self._places[key]

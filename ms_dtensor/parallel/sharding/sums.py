@@ -92,15 +92,11 @@ class Sums:
             for key, i in self.numbers.items():
                 if key in of.owed_shards:
                     write(shards[i], of.owed_shards.pop(key) + shards[i])
-            if of.copies is not None and not of.sync_copies:
-                of.owed_shards.update({key: shards[i] * 1 for key, i in self.numbers.items()})
-                return {}
             if of.copies is not None:
-                if on_cpu():
-                    flat = of.copies.all_reduce(flat, "sum")
-                    shards = block.shards(self._widths, flat)
-                else:
-                    of.copies.all_reduce_(flat, "sum").wait()
+                if not of.sync_copies:
+                    of.owed_shards.update({key: shards[i] * 1 for key, i in self.numbers.items()})
+                    return {}
+                of.copies.all_reduce_(flat, "sum").wait()
             for key, i in self.numbers.items():
                 if key in of.past:
                     write(shards[i], of.past.pop(key) + shards[i])
@@ -108,7 +104,7 @@ class Sums:
                 group = block.params[beside[0]].device_mesh.get_group(axes)
                 total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
                 for i, x in block.shards({i: block.widths[i] for i in beside}, total).items():
-                    shards[i] = x if on_cpu() else write(shards[i], x)
+                    write(shards[i], x)
             if of.scale != 1:
                 if on_cpu():
                     shards = {i: x * of.scale for i, x in shards.items()}

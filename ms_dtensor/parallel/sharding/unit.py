@@ -35,7 +35,7 @@ from ...internals.names import no_grad
 from ...internals.target import is_meta, on_cpu
 from ...tensor.dtensor import DTensor
 from .block import Block
-from .local import Mode, summed_axes
+from .local import summed_axes
 from .reduce import Reduction
 from .rooms import Room
 
@@ -89,17 +89,16 @@ class Unit:
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         tied: of places in its cells that hold parameters of other units.
         axes: `DataAxes`.
-        mode: what its cells compute on.
+        local: its cells compute on local tensors.
         policy: `MixedPrecisionPolicy`.
         bucket_mb: of gradients of kept parameters that are reduced together.
     """
 
-    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, axes: DataAxes, mode: Mode, policy,
+    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, axes: DataAxes, local: bool, policy,
                  bucket_mb: float):
         self.who, self.cells, self.slots, self.tied, self.axes, self.mesh = who, cells, slots, tied, axes, axes.mesh
-        self.mode, self.policy, self.bucket_mb = mode, policy, bucket_mb
+        self.local, self.policy, self.bucket_mb = local, policy, bucket_mb
         self.params = {id(p): p for _, _, p in slots}
-        self.local = mode is Mode.LOCAL
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
         self.state, self.reshards, self.kept_by_user = State.SHARDED, axes.neighbours > 0, False
@@ -151,7 +150,7 @@ class Unit:
 
     def __deepcopy__(self, memo) -> Unit:
         cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
-        out = Unit(self.who, cells, slots, tied, self.axes, self.mode, self.policy, self.bucket_mb)
+        out = Unit(self.who, cells, slots, tied, self.axes, self.local, self.policy, self.bucket_mb)
         out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.scale = \
             self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.scale
         return out
@@ -168,15 +167,11 @@ class Unit:
 
     def end_gradient(self) -> None:
         """The gradient has been taken, derivatives of gradients among it."""
-        self._forget_rows()
+        for block in self.blocks:
+            block.forget()  # what no backward has asked for, as of what was detached
         if self.differentiated:
             self.differentiated = False
             self.reshard()
-
-    def _forget_rows(self) -> None:
-        """A row that no backward has asked for, as of what was detached, is kept no longer."""
-        for block in self.blocks:
-            block.forget_row()
 
     def abandon(self) -> None:
         """The gradient that was under way has raised: nothing is left of it."""
@@ -218,7 +213,7 @@ class Unit:
     def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = (), keep_row: bool = False) -> None:
         """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms.
         `keep_row`: what this rank gives to the gathering stays, for the backward's."""
-        if self.state is not State.SHARDED and self._rewritten():  # by a forward, after it was read
+        if self.state is not State.SHARDED and any(block.rewritten() for block in self.blocks):  # after it was read
             self.reshard(forced=True)
         if not self.blocks:
             return
@@ -256,28 +251,23 @@ class Unit:
                               ("take one gradient after the other", "reshard_after_forward=False for this cell"))
 
     def _start(self, phase: str, when: str, ahead: bool) -> None:
-        rewritten = self._rewritten()
         with no_grad():
             for block in self.blocks:
-                if rewritten:  # what is kept for neighbours is of what the shards were
-                    block.part = None
                 block.start(phase, ahead, when)
         self.state = State.GATHERING
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
         """Gives the memory back, unless the user keeps it, or somebody reads on: a gradient inside of a forward may end
         before that, and before a derivative of it. `keep_part`: but for what the backward gathers again."""
-        if not (keep_part and self.state is State.WHOLE):
-            self._forget_rows()
-        if not self.blocks or (self.kept_by_user or self.differentiated or self.runs) and not forced:
+        keep_part = keep_part and self.whole
+        if not keep_part:
+            for block in self.blocks:
+                block.forget()
+        if self.state is State.SHARDED or (self.kept_by_user or self.differentiated or self.runs) and not forced:
             return
-        if self.state is not State.SHARDED:
-            self.log("reshard", "")
+        self.log("reshard", "")
         for block in self.blocks:
-            if self.state is State.SHARDED:
-                block.part = None
-            else:
-                block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
+            block.release(keep_part, pages=self.reshards)
         self.state = State.SHARDED
 
     def begin(self) -> None:
@@ -301,9 +291,6 @@ class Unit:
         if self.entered or self.state is State.GATHERING:
             self.entered.clear()
             self.reshard()
-
-    def _rewritten(self) -> bool:
-        return any(block.rewritten() for block in self.blocks)
 
     def log(self, event: str, phase: str) -> None:
         """One line an event, for who reads the log at DEBUG."""
