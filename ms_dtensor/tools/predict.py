@@ -18,7 +18,7 @@ from ..core.files import regular
 from ..core.plain_yaml import plain_yaml
 from ..core.refused import refused
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
-from ..debug.predict.search import GIB, keys, transformer
+from ..debug.predict.search import GIB, amount, keys, transformer
 from ..debug.predict.transformer import counts
 from ..errors import ConfigError
 
@@ -171,11 +171,9 @@ def needed(arguments: Sequence[str]) -> int:
                           "instead": told(nearest) if nearest else None, "not_counted": lacking}, indent=1))
         return 0 if fits else 1
     print(f"a rank of {one.plan.world}, batch {args.batch}, seq {args.seq}: {keys(one.plan)}")
-    unit, scale = ("GiB", GIB) if one.bytes >= GIB / 10 else ("MiB", 2**20)
     for name, size in one.memory.items():
-        print(f"{name:<38}{size / scale:9.1f} {unit}")
-    print(f"{'all':<38}{one.bytes / scale:9.1f} {unit} of {machine.capacity / GIB:.0f}{' GiB' * (unit != 'GiB')}"
-          + ("" if fits else ": does not fit"))
+        print(f"{name:<42}{amount(size)}")
+    print(f"{'all':<42}{amount(one.bytes)} of {amount(machine.capacity).strip()}" + ("" if fits else ": does not fit"))
     if nearest:
         print(f"the quickest plan of {nearest.plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: "
               f"{keys(nearest.plan)}")

@@ -154,7 +154,8 @@ def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
     assert cli.main(run) == 1
     said = capsys.readouterr().out
     assert said.startswith("a rank of 8, batch 8, seq 8192: --parallel.dp 8\n"), "the plan comes first"
-    assert "GiB of 58: does not fit" in said and "the quickest plan of 8 ranks that fits" in said and "not measured" in said
+    assert "GiB of 58.0 GiB: does not fit" in said and "not measured" in said
+    assert "the quickest plan of 8 ranks that fits" in said
     assert cli.main([*run, "--sharded", "fsdp", "--recompute", "full", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] and told["instead"] is None and sum(told["memory_gib"].values()) == pytest.approx(told["gib"])
@@ -236,7 +237,15 @@ def test_what_a_recipe_leaves_unsaid_is_as_the_recipe_has_it(tmp_path, capsys):
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     recipe.write_text(run)
-    assert cli.main(["memory", str(recipe), "--tp", "2"]) == 0 and "GiB of 58" in capsys.readouterr().out
+    assert cli.main(["memory", str(recipe), "--dp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert cli.main(["memory", str(recipe), "--dp", "2", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["memory_gib"]
+    assert min(size for size in parts.values() if size) < 0.05 and "GiB of 58.0 GiB" in said
+    for part, size in parts.items():  # small parts beside large buffers, each in its own unit
+        number, unit = next(line for line in said.splitlines() if line.startswith(part)).split()[-2:]
+        assert float(number) == pytest.approx(size * {"GiB": 1, "MiB": 2**10, "KiB": 2**20}[unit], abs=0.051, rel=0.03), part
+        assert (float(number) > 0) == (size > 0), part
     recipe.write_text("train: {batch: 4, seq: 32, init_hf: /no/such}\n")
     assert cli.main(["memory", str(recipe)]) == 2 and "/no/such/config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B, indent="\t"))  # no YAML

@@ -53,7 +53,7 @@ class Suggestion:
         for i, one in enumerate(self.plans[:5]):
             rate = self.tokens / one.seconds / one.plan.world
             lines.append(f"  {i + 1}. {duration(one.seconds)} a step, {rate:8,.0f} tokens/s a rank, "
-                         f"{one.bytes / GIB:5.1f} GiB  {keys(one.plan)}")
+                         f"{amount(one.bytes)}  {keys(one.plan)}")
             if i:
                 lines.append(f"     {one.seconds / best.seconds - 1:.1%} slower: {lost(one, best)}")
         if self.too_large is not None:
@@ -207,6 +207,14 @@ def _simpler(plan: Plan) -> tuple[int, ...]:
 def duration(seconds: float) -> str:
     """A time of nine digits, and its unit."""
     return f"{seconds:9.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:8.3f} ms"
+
+
+def amount(size: float) -> str:
+    """Memory as a number of five digits, and the unit in which it is not 0.0."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
+        if size >= scale / 10:
+            return f"{size / scale:5.1f} {unit}"
+    return f"{size / 2**10:5.1f} KiB"
 
 
 def keys(plan: Plan) -> str:
