@@ -20,7 +20,7 @@ from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled
 from ..ops import rng
-from ..ops.local import run_local
+from ..ops.local import HandedOn, run_local
 from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
@@ -68,6 +68,7 @@ class LocalRun:
     form: tuple[Callable, tuple, dict] | None = None  # function, arguments with an `Operand` for each tensor, keywords
     substitute: Callable | None = None  # of the call's own arguments: Python code, which asks operands for their shape
     empty: EmptyShard | None = None  # stand-ins for operands and results, if this rank's shards hold nothing
+    beside_empty: bool = False  # other ranks run it on stand-ins, which are nodes: so are this rank's operands
     in_float32: Callable[[Callable], Callable] | None = None  # wraps a function that has no kernel for bfloat16
     native: bool = True  # False: as a method, the op may run MindSpore's Python, which asks operands for their shape
     # Boolean operands of arithmetic: MindSpore 2.10 cannot add up two cotangents of one. What becomes an integer: its
@@ -86,6 +87,8 @@ class LocalRun:
             again = self.again
             if self.constants:
                 tensors = [stop_gradient(x) if i in self.constants else x for i, x in enumerate(tensors)]
+            if self.beside_empty:
+                tensors = [HandedOn.apply(x) if x._requires_grad else x for x in tensors]
         if self.form is not None or self.empty is not None or again is not None:
             return run_local(lambda xs: self._original(call, xs), self.form, self.empty, tensors, again)
         return self._original(call, tensors)

@@ -214,8 +214,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         local = replace(local, abstract=Abstract(
             op, spec_call.args, None if spec.by_data else tuple(layout.local_shape() for layout in drafts), dtypes,
             kind == "view"))
-    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
-                  any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)
+    uneven = any(map(has_empty_shard, choice.targets))
+    local = replace(local, empty=empty, beside_empty=uneven and empty is None)
+    return OpPlan(op, steps, local, Results(op, mesh, list(zip(choice.outs, drafts))), view, writes, uneven,
+                  named is not None and named.name in DRAWS, winners)
 
 
 def _again(op: str, tensors, layouts):

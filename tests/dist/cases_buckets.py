@@ -114,6 +114,14 @@ def whichever_op_reads_a_parameter(world, policy, every: int, rtol: float) -> No
             assert name in SEVERAL or count["all_reduce", "backward"] == 1, (name, count)
 
 
+def a_rank_without_rows_hands_its_gradients_in_as_the_others_do(world):
+    """Five rows are 2, 2, 1 and none: in whichever order an op tells the gradients of several parameters, all ranks have it."""
+    for name, (make, x) in READERS.items():
+        net = replicate(filled(make()), mesh=mesh_1d(4, "dp"))
+        if name == "tied" or len(net.trainable_params()) > 1:
+            equal(gradients(net, Tensor(x[2 * world.rank:5][:2])), one_device(make, x[:5], mesh_1d(4, "dp")), name, 5 * RTOL)
+
+
 def the_last_batch_may_be_smaller_and_other_rows_are_refused_on_all_ranks(world):
     mesh, x = mesh_1d(4, "dp"), ROWS[:7]
     want = gradients(filled(nn.Dense(6, 3)), Tensor(x))

@@ -30,7 +30,7 @@ from . import (
     write,
 )
 from .dtypes import wrapper_in_float32
-from .run import Nothing, StandIn, fill_operands, run_local
+from .run import HandedOn, Nothing, StandIn, fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss, by_data, moe, rotary)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
@@ -47,5 +47,5 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if fn is not None and hasattr(fn, "takes_attributes") else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "WRITES", "Nothing", "StandIn", "decomposition", "fill_operands", "run_local",
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "HandedOn", "Nothing", "StandIn", "decomposition", "fill_operands", "run_local",
            "wrapper_in_float32"]
