@@ -92,6 +92,21 @@ def test_kernels_of_a_host_read_copies_of_views_and_sums_hand_gradients_on():
     assert sum(c > 0 for c in joined) == 5, "the gradients of its operands are pieces of its own: the sum alone is made"
 
 
+@pytest.mark.parametrize("width, copies", [(384, 3), (512, 0)])  # from 65,536 elements on a forward makes no view
+def test_a_small_weight_of_a_unit_is_copied_at_each_use(width, copies):
+    """It is a view there, which kernels copy and the backward keeps; a recurrent unit's peak was half of what is real."""
+    with dry_run(world=2, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        cell = md.fully_shard(mint.nn.Linear(128, width, bias=False), mesh=mesh)
+        x = md.ones(4, 128, device_mesh=mesh, placements=[md.Shard(0)])
+        run.forget()
+        md.value_and_grad(lambda x: cell(x).sum() + cell(x).sum() + cell(x).sum(), 0, cell.trainable_params())(x)
+    size = 4 * 128 * width
+    copied = [e.written for e in run.events if e.op == "copy_of_view" and e.phase == "forward"]
+    assert copied.count(size) == copies
+    assert copies * size <= run.memory().at_peak["activations"] < (copies + 2) * size, "the backward keeps them"
+
+
 # -- attention of context parallelism ----------------------------------------------------------------------------------
 HEADS, KEY_HEADS, WIDTH = 8, 4, 64
 

@@ -102,8 +102,9 @@ class Executor(Told):
         if not recording() or not enabled() or not any(x._requires_grad and differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            read = self.read(what, tensors, self.events[event].phase)
-            outs = self.made(what, read[0] if read else None, what.shapes, dtypes, event, self.where(what.op, scratch))
+            where = self.where(what.op, scratch)
+            read = self.read(what, tensors, self.events[event].phase, where)
+            outs = self.made(what, read[0] if read else None, what.shapes, dtypes, event, where)
             _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else [
                 self.like(x, kind="activations") for x in tensors[:1] for _ in range(within(what.op, self.on_host)[0])]
             return outs[0] if single else outs
@@ -142,9 +143,10 @@ class Executor(Told):
         """Who hands out the results of an op, and of its backward: NumPy those of the library's own nodes."""
         return "heap" if scratch or self.on_host and op in BY_NUMPY else ""
 
-    def read(self, what, tensors, phase: str) -> list[Tensor]:
-        """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps."""
-        if what.view or not self.on_host:
+    def read(self, what, tensors, phase: str, where: str = "") -> list[Tensor]:
+        """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps. NumPy,
+        `where` is "heap" then, reads the views."""
+        if what.view or not self.on_host or where == "heap":
             return list(tensors)
         out = list(tensors)
         for i, x in enumerate(out):

@@ -57,12 +57,12 @@ class Job:
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
         self.parts = _parts(xs, asked)
         self.kept, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
-        self.read = executor.read(what, xs, executor.events[event].phase)
+        self.where = executor.where(what.op, scratch)
+        self.read = executor.read(what, xs, executor.events[event].phase, self.where)
         self.saved: list = [local_alias(self.read[i]) for i in self.kept] if asked else []
         self.keeps_result = bool(asked) and result
         self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
         self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
-        self.where = executor.where(what.op, scratch)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
