@@ -6,6 +6,7 @@ used; nothing here knows an order by its name.
 """
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -90,6 +91,13 @@ class Schedule:
             tied = {id(here[tie.paths[stage.stage_index]]): tie for tie in stage.ties}
             for p in stage.module.get_parameters():  # of a tied one the first rank's counts in norms
                 p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
+        if isinstance(loss_fn, nn.Cell) and count - 1 in self.stages:
+            own = set(map(id, self.params))
+            if untrained := [p.name for p in loss_fn.trainable_params() if id(p) not in own]:
+                names = ", ".join(untrained[:3])
+                warnings.warn(f"{type(self).__name__}: the loss has parameters of no stage, {names}, which no step trains; "
+                              "let the model's last cell have them and hand them on, or freeze them",
+                              stacklevel=2)
         self._agreed = False
         self.batches = 0  # calls of `step` and `eval`, by which ranks say where they are
         self.edges = Edges()

@@ -57,6 +57,29 @@ def test_sums_and_weights_are_one_devices_where_gradients_are_one_tensor(cpu, ki
         np.testing.assert_allclose(g.asnumpy(), w.asnumpy(), rtol=1e-5)
 
 
+class Scaled(nn.Cell):
+    """A loss with a parameter, its own or that of a stage."""
+
+    def __init__(self, scale: Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def construct(self, y, _):
+        return (y * self.scale).mean()
+
+
+def test_parameters_of_a_loss_alone_are_said_not_to_be_trained(cpu, recwarn):
+    stages = pipeline(nn.SequentialCell(nn.Dense(4, 4)), init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)))
+    scale = Parameter(ones((1,)), name="scale")
+    with pytest.warns(UserWarning, match="Schedule1F1B: the loss has parameters of no stage, scale, which no step trains"):
+        schedule = Schedule1F1B(stages, 2, Scaled(scale))
+    assert len(schedule.step(ones((2, 4)))[1]) == len(schedule.params) == 2
+    scale.requires_grad = False
+    Schedule1F1B(stages, 2, Scaled(scale))
+    Schedule1F1B(stages, 2, Scaled(schedule.params[1]))
+    assert not recwarn.list
+
+
 def test_a_step_leaves_nothing_for_the_collector_of_garbage(cpu):
     """Products held back would wait for it, of every microbatch, where calls of units refer to each other."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
