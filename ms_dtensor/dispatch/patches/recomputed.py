@@ -127,7 +127,7 @@ class _Forward:
         stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
         params = [x if own is None else own for x, own in stands]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
-        self.written: list[int] = []  # how often these had been written when the first run was over
+        self.written: list[int] | None = None  # how often these had been written when the first run was over
         self.blocks, self.present, self.sought = modes.open_blocks(), standing_in.get(), sought.get()
         self.random = recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
@@ -252,6 +252,10 @@ class _Forward:
 
     def _again(self) -> None:
         """Fills the places that live."""
+        if self.written is None:
+            raise OpRuleError(f"For 'checkpoint_wrapper', a gradient was asked for inside of {self._name()}.", "",
+                              "What is recomputed keeps nothing that a backward inside of it could read.",
+                              ("checkpoint_wrapper(cell) of cells beside the gradient", "leave this cell out of checkpoint_wrapper"))
         given = enumerate(zip(leaves(self.given, Tensor), self.noted))
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
