@@ -23,7 +23,6 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-
 LAUNCHES = pytest.StashKey[Launches]()
 CASE = pytest.StashKey[Case]()  # of a test that is one on real ranks
 COLLECTED = pytest.StashKey[list[str]]()  # all names, those left out too

@@ -23,7 +23,7 @@ from ms_dtensor.errors import CommError
 from ms_dtensor.ops import rng
 from ms_dtensor.ops.local import attention, moe, varlen
 from ms_dtensor.ops.rules.attention import FAR
-from tests.rehearsal.cann import before_joining, copied, ordered
+from tests.rehearsal.tables import before_joining, copied, ordered
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,12 +9,12 @@ import sys
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import Shard, distribute_tensor, init_device_mesh
 from ms_dtensor.dispatch import patches
-from ms_dtensor.errors import ConfigError, MixedOperandError
+from ms_dtensor.errors import ConfigError, MixedOperandError, OpRuleError
 from ms_dtensor.internals import names, probes
 from tests.borders import CALLS, EAGER_ONLY, compare
 from tests.msrun import ROOT, python
@@ -192,3 +192,44 @@ def test_a_missing_name_is_refused_by_name():
     for module, name in (("mindspore.nowhere", "x"), ("mindspore", "_no_such_thing")):
         with pytest.raises(ConfigError, match=f"has no {module}.{name}"):
             names._private(module, name)
+
+
+@pytest.fixture
+def graph_mode(cpu):
+    yield lambda: ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def test_graph_mode_is_named_before_anything_is_probed(graph_mode):
+    mesh = init_device_mesh("cpu", (1,))
+    patches.uninstall()
+    probes.check_internals.cache_clear()
+    graph_mode()
+    try:
+        with pytest.raises(ConfigError, match="is in GRAPH_MODE(.|\n)*set_context.mode=ms.PYNATIVE_MODE"):
+            distribute_tensor(ms.Tensor([[1.0, 2.0]]), mesh)
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        patches.install()
+
+
+def test_graph_mode_set_after_distribution_is_named(graph_mode):
+    net = md.parallelize_module(nn.SequentialCell(nn.Dense(4, 4), nn.ReLU()), init_device_mesh("cpu", (1,)),
+                                {"0": md.ColwiseParallel(use_local_output=False)})
+    step = nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), 1e-3))
+
+    def loss(x):
+        return net(x).mean()
+    graph_mode()
+    for call in (net, step, ms.value_and_grad(loss, None, net.trainable_params()), ms.grad(loss)):
+        with pytest.raises(OpRuleError, match="For 'GRAPH_MODE'(.|\n)*set_context.mode=ms.PYNATIVE_MODE"):
+            call(ms.ops.ones((2, 4)))
+
+
+def test_a_jitted_function_refuses_a_dtensor(cpu):
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(ms.Tensor([[1.0, 2.0]]), mesh, [Shard(0)])
+    double = ms.jit(lambda t: t * 2)
+    with pytest.raises(OpRuleError, match="For 'ms.jit', an argument is a DTensor"):
+        double(x)
+    assert (x * 2).sum().item() == 6.0

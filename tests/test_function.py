@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_dtensor import DFunction, Shard, distribute_tensor, grad, init_device_mesh, local_map, value_and_grad
 from ms_dtensor.errors import LayoutError, OpRuleError
+from tests.dist.operands import Built
 
 X = Tensor(np.array([1.0, 2.0, 3.0], np.float32))
 Y = Tensor(np.array([0.5, -1.0, 2.0], np.float32))
@@ -152,14 +153,7 @@ def test_nested_in_forward_and_backward_and_a_cell():
             x, = ctx.saved_tensors
             return Product.apply(grad, x, 2)
 
-    class Net(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.dense = nn.Dense(3, 3)
-
-        def construct(self, x):
-            return Outer.apply(self.dense(x)).sum()
-    net = Net()
+    net = Built(lambda c, x: Outer.apply(c.dense(x)).sum(), dense=nn.Dense(3, 3))
     x = Tensor(np.ones((2, 3), np.float32))
     got = ms.value_and_grad(net, None, net.trainable_params())(x)
     wanted = ms.value_and_grad(lambda t: (net.dense(t) ** 2).sum(), None, net.trainable_params())(x)

@@ -13,7 +13,6 @@ from ms_dtensor.internals.host import host_array
 
 TABLE = np.random.default_rng(3).integers(-99, 99, (6, 8))
 
-
 MADE = {
     "rows of another": lambda x: x[2:5], "columns of another": lambda x: x[:, 3:5], "turned": lambda x: x.T,
     "every second": lambda x: x[::2], "sum": lambda x: x + x, "number": lambda x: x.sum(), "nothing": lambda x: x[:0],

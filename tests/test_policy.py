@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The redistribution policy has one door: every move that nobody wrote is refused, warned of, or neither.
 
-One process plays a rank of a world of four; `tests/dist/cases_modes.py` does the same on real ranks.
+One process plays a rank of a world of four.
 """
 import contextvars
 import threading

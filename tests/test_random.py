@@ -214,30 +214,6 @@ def test_factories_parse_and_refuse():
         assert md.ones_like(x).layout is x.layout and list(x.placements) == two
 
 
-def test_a_dropout_called_twice_draws_each_calls_numbers_again_under_recompute():
-    class Twice(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.a, self.drop = nn.Dense(6, 6), nn.Dropout(p=0.4)
-
-        def construct(self, x):
-            return (self.drop(ms.ops.tanh(self.a(x))) * 3 + self.drop(x * 2) * x).sum()
-
-    mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    x = md.distribute_tensor(ms.Tensor(np.random.default_rng(5).normal(size=(8, 6)).astype(np.float32)), mesh, [S(0)])
-    net = md.distribute_module(Twice(), mesh).set_train()
-
-    def gradients():
-        md.manual_seed(11)
-        value, (of_x, of_weights) = ms.value_and_grad(net, 0, net.trainable_params())(x)
-        return [t.full_tensor().asnumpy() for t in (value, of_x, *of_weights)]
-    want = gradients()
-    md.checkpoint_wrapper(net, lambda path, cell: isinstance(cell, nn.Dropout))
-    for _ in range(2):
-        for got, expected in zip(gradients(), want, strict=True):
-            assert np.allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
 REFUSED = {  # what no distribution has, or no tensor can be, wherever numbers are drawn
     "randint(5, 5)": lambda x, on: md.randint(5, 5, (4,), **on),
     "randint(words)": lambda x, on: md.randint("a", 5, (4,), **on),

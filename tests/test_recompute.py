@@ -118,8 +118,6 @@ def test_a_copy_recomputes_its_own_parameters(spread, again):
 
 
 # -- any way of recording ----------------------------------------------------------------------------------------------
-
-
 def recorded(function, *args):
     """What a function gives, recorded by hand."""
     executor.set_grad_flag(True)
@@ -187,8 +185,6 @@ def test_a_forward_without_a_backward_is_freed_with_its_graph():
 
 
 # -- what is the same in both runs -------------------------------------------------------------------------------------
-
-
 class Counted(nn.Cell):
     """Running statistics, a number that is written and read, a buffer that is written, a frozen weight that is not."""
 

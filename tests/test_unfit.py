@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole sizes that do not fit, and shards that would: refused as on one device, not computed with half of an operand."""
+"""Whole sizes that do not fit, and shards that would: refused as on one device, not computed with half of an operand.
+
+And a mesh shape that cannot be, before a process group starts.
+"""
 import itertools
 
 import numpy as np
@@ -7,8 +10,9 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import Layout, Replicate, Shard, comm
-from ms_dtensor.errors import OpRuleError
+from ms_dtensor import Layout, Replicate, Shard, comm, init_device_mesh
+from ms_dtensor.compat import hyper_parallel
+from ms_dtensor.errors import MeshError, OpRuleError
 
 PLACED = (Replicate(), Shard(0), Shard(1))
 CALLS = {  # one operand is twice as large as fits: a shard of it on two ranks does
@@ -65,3 +69,23 @@ def test_a_mask_that_a_replicated_cell_takes_as_rows_is_refused_with_what_it_nee
         with pytest.raises(OpRuleError, match=r"distribute_tensor\(x, mesh\), of a mask"):
             net(x, mask)
         assert net(x, md.distribute_tensor(mask, mesh)).layout.describe() == "f32[]{sum: dp} on mesh(dp=2)"
+
+
+@pytest.fixture
+def not_started():
+    comm.shutdown()
+    yield
+    assert comm.current_world() is None
+
+
+@pytest.mark.parametrize("shape", [(0,), (-1,), (), (2, 0), (-2, -2), (2.0,), ("2",), (True,), 4, "4", None, {2: 2}])
+@pytest.mark.parametrize("make", [init_device_mesh, hyper_parallel.init_device_mesh])
+def test_no_mesh_has_that_shape(not_started, make, shape):
+    with pytest.raises(MeshError, match="'mesh_shape' must be") as e:
+        make("cpu", shape)
+    assert repr(shape) in e.value.attempt and e.value.rule and e.value.fix
+
+
+def test_names_are_counted_first(not_started):
+    with pytest.raises(MeshError, match="'mesh_dim_names' must be 2 different names"):
+        init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp",))

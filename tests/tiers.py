@@ -80,16 +80,15 @@ LATER = (
     Later("tests/comm/test_launch.py::test_an_absent_device_is_refused[npu]", "merge", "as `[gpu]`, which stays"),
     Later("tests/comm/test_launch.py::test_an_absent_device_ends_the_job*", "merge", "a job; that a rank refuses it stays"),
     Later("tests/comm/test_engine.py::test_contract[4]", "merge", "two meet otherwise than three, who stay too"),
-    Later("tests/comm/test_cores.py::*[1]", "merge", "as `[0]`, which stays"),
-    Later("tests/checkpoint/test_grid.py::*four]", "night", "jobs of one to four ranks, all of them with all"),
-    Later("tests/checkpoint/test_grid.py::*", "merge",
-          "two launches of other sizes; `what_one_layout_saves_every_other_loads_bit_for_bit` stays"),
-    Later("tests/checkpoint/test_kills.py::*", "merge", "many runs; `test_interrupted` and `test_damage` stay"),
-    Later("tests/checkpoint/test_hf_ranks.py::*", "merge", "a launch of its own; `dist/cases_hf` and `test_hf` stay"),
+    Later("tests/comm/test_ranks.py::*[1]", "merge", "as `[0]`, which stays"),
+    Later("tests/checkpoint/test_jobs.py::*four]", "night", "jobs of one to four ranks, all of them with all"),
+    Later("tests/checkpoint/test_jobs.py::*", "merge",
+          "jobs and long checks; `what_one_layout_saves_every_other_loads_bit_for_bit`, `test_disk`, `test_damage`, "
+          "`dist/cases_hf` and `test_hf` stay"),
     Later("tests/test_rehearsal.py::*", "merge",
           "scripts; `dist/cases_rehearsal` counts kernels and waits, `cases_overlapped` who is late"),
     Later("tests/coverage/test_forms.py::test_every_planted*", "merge", "plants faults in op rules; the others stay"),
-    Later("tests/test_hyper_parallel.py::test_the_pages_command*", "merge", "a launch; `test_a_script_runs_unedited` stays"),
+    Later("tests/test_interop.py::test_the_pages_command*", "merge", "a launch; `test_a_script_runs_unedited` stays"),
     Later("tests/test_packaging.py::test_readme_example_runs*", "merge", "a launch; `cases_docs` runs the pages"),
     Later("tests/test_docs.py::test_the_site_builds*", "merge", "builds the site; links and blocks stay"),
     Later("tests/test_borders.py::test_plain_calls_are_byte_equal[True]", "merge", "as `[False]`, which stays"),
@@ -112,10 +111,10 @@ LATER = (
     Later("tests/zoo/test_llama_layouts.py::test_a_documented_layout*", "merge", "every layout of the pages and README", 6),
     Later("tests/zoo/test_llama_training.py::test_micro_batches_and_recompute_change*", "merge",
           "every pair; `cases_llama` trains with both on ranks", keep=("4, 'recompute': True}-mesh",)),
-    Later("tests/pipeline/test_orders.py::test_a_changed_order_of_many*", "merge", "4 and 8 ranks; 2 stay"),
-    Later("tests/pipeline/test_orders.py::test_every_schedule_of_eight*", "merge", "every number of microbatches",
+    Later("tests/pipeline/test_actions.py::test_a_changed_order_of_many*", "merge", "4 and 8 ranks; 2 stay"),
+    Later("tests/pipeline/test_actions.py::test_every_schedule_of_eight*", "merge", "every number of microbatches",
           keep=("interleaved", "zbv")),
-    Later("tests/pipeline/test_orders.py::test_changed_orders_of_every_size*", "night", "all of them"),
+    Later("tests/pipeline/test_actions.py::test_changed_orders_of_every_size*", "night", "all of them"),
     Later("tests/pure/test_plan_optimal.py::test_every_plan*", "night", "all pairs; a part of each mesh's stays"),
     Later("tests/mutants/test_mutants.py::test_without*", "night", "a pytest each"),
     Later("tests/mutants/test_mutants.py::test_a_planted*", "night", "that each fault has its place stays"),
@@ -128,7 +127,6 @@ LATER = (
     Later("tests/zoo/test_llama_training.py::test_the_quickstart_in_bfloat16*", "merge",
           "forty steps; `a_seed_gives_the_losses_of_single_weights` trains in bfloat16, too"),
     Later("tests/checkpoint/test_hf.py::test_a_load_needs_no_memory*", "merge", "a process that loads a large file"),
-    Later("tests/checkpoint/test_scale.py::*", "merge", "an index of 16,384 ranks; every other index stays"),
     Later("tests/zoo/test_llama_predict.py::test_mfu*", "merge",
           "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
     # -- cases of real ranks
@@ -233,7 +231,6 @@ all of them in the other tiers.
 | tests | waits for | stays at push | why |
 |---|---|---|---|
 """
-
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, the recorder and the fake world, in one process."""
 import contextlib
-import importlib.util
+import inspect
 import os
 import pathlib
 import subprocess
@@ -13,20 +13,13 @@ import pytest
 
 import ms_dtensor as md
 from ms_dtensor import comm
+from ms_dtensor.comm import registry, world
+from ms_dtensor.comm.fake import FakeBackend
 from ms_dtensor.comm.group import Group
 from ms_dtensor.errors import CommError, ConfigError
 from tests.rehearsal.emulator import emulated
 
 HERE = pathlib.Path(__file__).parent
-
-
-def load(name):
-    """A neighbour file as a module of its plain name, which its own neighbours import it by."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture
@@ -48,8 +41,6 @@ def test_importing_comm_does_not_import_mindspore():
 
 
 # -- fake world ------------------------------------------------------------------------------------------------------
-
-
 def test_fake_world_nests_and_is_of_this_thread():
     seen = []
     outer = comm.current_world()
@@ -89,8 +80,6 @@ def test_fake_results_have_real_shapes(tensor, dtype):
 
 
 # -- groups ----------------------------------------------------------------------------------------------------------
-
-
 def test_group_of_one_copies_and_records_nothing(tensor):
     with comm.fake_world(4, 2), comm.record() as events:
         g = comm.group((2,))
@@ -149,8 +138,6 @@ def test_what_a_pretended_world_left_behind_says_so(tensor):
 
 
 # -- recorder --------------------------------------------------------------------------------------------------------
-
-
 def test_events_say_what_who_why_and_where(tensor):
     with fake_group(4, axes=("dp", "tp")) as g, comm.record() as outer:
         with comm.record() as inner, comm.annotate(phase="backward", src="f32[8@tp]"):
@@ -186,8 +173,6 @@ def test_annotation_ends_with_an_error():
 
 
 # -- world -----------------------------------------------------------------------------------------------------------
-
-
 def test_wrong_names_are_refused():
     with pytest.raises(ConfigError, match="not a device type"):
         comm.start("tpu")
@@ -198,7 +183,6 @@ def test_wrong_names_are_refused():
 @pytest.fixture
 def launched(monkeypatch):
     """Pretends that msrun started this process as rank 1 of 2; a registered name and the choice of it end with the test."""
-    from ms_dtensor.comm import registry
     monkeypatch.setattr(registry, "_classes", dict(registry._classes))
     monkeypatch.setattr(registry, "serving", dict(registry.serving))
     for name, value in {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_NODE_ID": "1"}.items():
@@ -207,9 +191,6 @@ def launched(monkeypatch):
 
 
 def test_a_registered_backend_serves_cpu_and_the_log_says_so(cpu, launched, caplog):
-    from ms_dtensor.comm import world
-    from ms_dtensor.comm.fake import FakeBackend
-
     class Counting(FakeBackend):
         @classmethod
         def start(cls, rank, size, blocking):
@@ -230,7 +211,6 @@ def test_a_registered_backend_serves_cpu_and_the_log_says_so(cpu, launched, capl
 def test_the_log_has_groups_and_plans_and_is_silent_by_default(cpu, caplog, capfd):
     import mindspore as ms
 
-    import ms_dtensor as md
     from ms_dtensor.dispatch.dispatcher import clear_cache
 
     def run():
@@ -247,7 +227,6 @@ def test_the_log_has_groups_and_plans_and_is_silent_by_default(cpu, caplog, capf
 
 @pytest.mark.parametrize("env", [{"MS_WORKER_NUM": "2", "MS_NODE_ID": "2"}, {"MS_WORKER_NUM": "two"}, {}])
 def test_a_broken_launch_environment_is_refused(env, monkeypatch):
-    from ms_dtensor.comm import world
     for name in ("MS_WORKER_NUM", "MS_NODE_ID", "RANK_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"MS_ROLE": "MS_WORKER", **env}.items():
@@ -257,7 +236,6 @@ def test_a_broken_launch_environment_is_refused(env, monkeypatch):
 
 
 def test_two_ranks_for_one_process_are_refused(launched):
-    from ms_dtensor.comm import world
     launched.setenv("RANK_ID", "0")
     with pytest.raises(ConfigError, match="MS_NODE_ID and RANK_ID name two ranks") as caught:
         world._environment("CPU")
@@ -270,8 +248,6 @@ def test_two_ranks_for_one_process_are_refused(launched):
 
 
 # -- device backends, call by call -----------------------------------------------------------------------------------
-
-
 def calls(kind, run, size=4, rank=1):
     """The calls a device backend makes to MindSpore, by name and the sizes it hands over."""
     with comm.fake_world(size, rank) as world:
@@ -358,8 +334,6 @@ def test_devices_refuse_complex_numbers(tensor):
 @pytest.mark.parametrize("module", ["hccl", "nccl", "mccl"])
 def test_documented_api_is_there(cpu, module):
     """The names and arguments the device backends call exist in the installed MindSpore."""
-    import inspect
-
     from mindspore import communication, ops
     from mindspore.mint import distributed as dist
     inspect.signature(communication.create_group).bind("name", [0])
@@ -385,9 +359,6 @@ def test_documented_api_is_there(cpu, module):
 
 
 def test_a_backend_from_elsewhere_serves_its_owner_only():
-    from ms_dtensor.comm import registry
-    from ms_dtensor.comm.fake import FakeBackend
-
     class Mine(FakeBackend):
         pass
 

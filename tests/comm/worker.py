@@ -22,7 +22,6 @@ if "ms_dtensor" not in sys.modules:  # the engine alone: the package's own __ini
     sys.modules["ms_dtensor"] = package
 sys.path.insert(0, str(HERE))
 
-
 scenarios = importlib.import_module("scenarios")
 engine = importlib.import_module("ms_dtensor.comm.shm.rows")
 

@@ -16,6 +16,7 @@ from ms_dtensor.core.tokens import keys_by_rank
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.context.cases_attention import HEADS, MASKS, E, bytes_of_rows, compare, drawn, kinds, one_device, shares
+from tests.dist.operands import Built
 from tests.dist.support import refusal, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -82,25 +83,16 @@ def heads_for_tokens_cost_back_what_they_cost_there(world):
 
 
 # -- recompute that keeps what came ----------------------------------------------------------------------------------------
-class Attending(nn.Cell):
-    """Attention of heads that a weight makes."""
-
-    def __init__(self, attention, tokens):
-        super().__init__()
-        self.attention, self.tokens = attention, tokens
-        self.weight = Parameter(Tensor(np.random.default_rng(7).normal(size=(E, E))), name="weight")
-
-    def construct(self, q, k, v):
-        return self.attention(mint.matmul(q, self.weight), k, mint.matmul(v, self.weight), self.tokens)
-
-
 def recompute_fetches_keys_again_or_keeps_them(world):
     """The same gradients to the bit; with `save=["send_rows"]` as much is sent as without recompute."""
     mesh, tokens = md.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), md.balance([9, 6, 4], 2)
     (q, k, v, dout), _ = shares(mesh, tokens, drawn(19, 4, 2), ("cp",))
     made = []
     for how in (None, {}, {"save": ["send_rows"]}):
-        net = md.replicate(Attending(md.context_attention(mesh["cp"]), tokens), mesh=mesh)
+        net = Built(lambda c, q, k, v: c.attention(mint.matmul(q, c.weight), k, mint.matmul(v, c.weight), tokens),
+                    attention=md.context_attention(mesh["cp"]),
+                    weight=Parameter(Tensor(np.random.default_rng(7).normal(size=(E, E))), name="weight"))
+        net = md.replicate(net, mesh=mesh)
         if how is not None:
             md.checkpoint_wrapper(net, **how)
         with md.comm.record() as events:

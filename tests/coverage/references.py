@@ -168,7 +168,6 @@ ROWS = np.array([[0, 2], [1, 1]], I32)
 X, Y, Q = a(4, 5), a(4, 5), (a(2, 4, 3, 4), a(2, 2, 5, 4), a(2, 2, 5, 4))
 FLAT = (a(2, 3, 8), a(2, 3, 8), a(2, 3, 8))
 
-
 REFERENCES: dict = {
     "Clone": [((X,), lambda x: x), ((X > 0,), lambda x: x)],
     "Var": [((X,), lambda x: x.var(ddof=1)), ((X, (0,), 0, True), lambda x, d, c, k: x.var(0, ddof=0, keepdims=True)),

@@ -220,7 +220,6 @@ MORE = {
     "ScatterValue": [((X, 0, ROWS, 2.5), scatter)],
 }
 
-
 N, K, E, H = 5, 2, 4, 3
 CHOSEN = np.array([[2, 0], [0, 1], [2, 1], [1, 0], [0, 2]], I32)  # expert 3 has no token
 BACK = np.array([7, 0, 3, 9, 1, 4, 8, 2, 6, 5], I32)

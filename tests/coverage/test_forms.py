@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mindspore import mint, ops
+from mindspore import Tensor, mint, ops
 
+from ms_dtensor.core.tree import map_leaves
 from ms_dtensor.debug.verify import Report, check_rule
+from ms_dtensor.debug.verify.alike import check_alike
 from ms_dtensor.ops.local import LOCAL_OPS
 from ms_dtensor.ops.rules import RULES, LocalCall
 from ms_dtensor.ops.rules.pointwise import pointwise
@@ -21,6 +23,7 @@ from ms_dtensor.tools import forms
 from ms_dtensor.tools.forms.run import refuses, verify_form
 from ms_dtensor.tools.verify import corpus
 from tests.msrun import python
+from tests.tiers import sampled
 
 FAMILIES = sorted(path.stem for path in Path(forms.__file__).parent.glob("forms_*.py"))
 FORMS = {family: importlib.import_module(f"ms_dtensor.tools.forms.{family}").FORMS for family in FAMILIES}
@@ -39,6 +42,16 @@ def test_cases_are_right(cpu, form):
 @pytest.mark.parametrize("form", REFUSED)
 def test_refused(cpu, form):
     assert refuses(form) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_without_elements_see_what_the_others_see(cpu, family):
+    """Structure, dtypes, layouts, nodes, errors, collectives do not depend on what a shard holds; at push one in eight."""
+    wrong = []
+    for form in sampled([f for f in FORMS[family] if f.raises is None and not f.travels], 8):
+        for args in form.variants()[:2]:
+            wrong += [f"{form.name}: {text}" for text in check_alike(form.fn, map_leaves(Tensor, args, np.ndarray), {})]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_gradients_of_averages_are_compared(cpu, monkeypatch):

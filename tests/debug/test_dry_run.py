@@ -18,6 +18,7 @@ from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.errors import ConfigError, MixedOperandError, OpRuleError
 from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
 from tests.debug import dry_programs as programs
+from tests.dist.operands import Built
 
 LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1": (2, 1), "both": (2, 2)}
 
@@ -173,24 +174,15 @@ def test_ops_of_plain_stages_are_seen():
         assert kinds.at_peak["parameters"] == weights <= kinds.at_peak["gradients"] <= 2 * weights, "sums, and one more"
 
 
-class Tied(nn.Cell):
-    """Words in and out by one table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(24, 16)
-
-    def construct(self, ids):
-        return mint.nn.functional.linear(mint.tanh(self.table(ids)), self.table.embedding_table)
-
-
 @pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleZBH1])
 def test_a_weight_of_a_plain_stage_has_uses_in_both_parts_of_its_backward(kind):
     """What laid it out for one use was run again for the other, and MindSpore refused the second run."""
     ids = Tensor(np.arange(8, dtype=np.int32).reshape(4, 2))
     with dry_run(world=1, device="CPU") as run:
         mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
-        schedule = kind([PipelineStage(Tied(), 0, 1, mesh)], 2, lambda out, _: out.mean())
+        tied = Built(lambda c, ids: mint.nn.functional.linear(mint.tanh(c.table(ids)), c.table.embedding_table),
+                     table=nn.Embedding(24, 16))  # words in and out by one table
+        schedule = kind([PipelineStage(tied, 0, 1, mesh)], 2, lambda out, _: out.mean())
         _, (grad,) = schedule.step(ids)
     assert grad.shape == (24, 16) and run.flops() == 3 * 2 * ids.size * 24 * 16
 

@@ -45,7 +45,6 @@ def as_one_device(world, fn, arrays, placements, mesh=None, what="") -> None:
 
 
 # -- gradients of split -----------------------------------------------------------------------------------------------
-
 AFTER = {
     "transposed": lambda p: mint.transpose(p, 0, 1) ** 2,
     "an integer": lambda p: p[1] ** 2,
@@ -74,20 +73,7 @@ def pieces_then_an_index_or_a_transpose(world):
                 equal(grad, wanted, f"{name} {after} {placement} gradient")
 
 
-def heads_of_a_fused_projection(world):
-    def attend(x, w, pieces):
-        q, k, v = (mint.transpose(t.reshape(5, 2, 4), 0, 1) for t in pieces(mint.matmul(x, w)))
-        return (mint.matmul(mint.softmax(mint.matmul(q, mint.transpose(k, 1, 2)), -1), v) ** 2).sum()
-    x, w = data(1, 5, 6), data(2, 6, 24)
-    wanted = ms.grad(lambda x, w: attend(x, w, lambda t: (t[:, :8] * 1, t[:, 8:16] * 1, t[:, 16:] * 1)), (0, 1))(x, w)
-    for placements in (([R], [R]), ([S(0)], [R]), ([R], [S(1)])):
-        _, got = value_and_grad(lambda x, w: attend(x, w, lambda t: mint.split(t, 8, 1)), (0, 1))(
-            placed(x, mesh_1d(), *placements[0]), placed(w, mesh_1d(), *placements[1]))
-        equal(got, wanted)
-
-
 # -- ties -------------------------------------------------------------------------------------------------------------
-
 EXTREMES = {
     "max()": lambda x: mint.max(x), "min()": lambda x: mint.min(x), "x.max()": lambda x: x.max(),
     "amax": lambda x: mint.amax(x, 0), "amin": lambda x: mint.amin(x, 0), "amax all": lambda x: mint.amax(x, (0, 1)),
@@ -130,47 +116,6 @@ def ties_cost_one_more_all_reduce_in_the_backward(world):
 
 
 # -- integers, booleans, complex numbers ------------------------------------------------------------------------------
-
-UNARY = {
-    "1 - x": lambda x: 1 - x, "x * 2": lambda x: x * 2, "x ** 2": lambda x: x ** 2, "x + 1.5": lambda x: x + 1.5,
-    "x / 2": lambda x: x / 2, "-(x * 1)": lambda x: -(x * 1), "x > 1": lambda x: x > 1, "float": lambda x: x.float(),
-    "x * True": lambda x: x * True, "x // 2": lambda x: x // 2, "abs": mint.abs, "square": mint.square,
-    "sqrt": mint.sqrt, "exp": mint.exp, "sigmoid": mint.sigmoid, "sin": mint.sin, "floor": mint.floor,
-    "sum": lambda x: x.sum(), "sum 0": lambda x: mint.sum(x, 0), "mean 0": lambda x: mint.mean(x, 0), "mean": mint.mean,
-    "x.mean": lambda x: x.mean(1), "prod": lambda x: mint.prod(x), "prod 0": lambda x: mint.prod(x, 0),
-    "ops.prod": lambda x: ops.prod(x, 0), "nansum": lambda x: mint.nansum(x, 0), "max": mint.max,
-    "amax": lambda x: mint.amax(x, 0), "min": mint.min, "amin": lambda x: mint.amin(x, 0), "any": lambda x: mint.any(x > 0),
-    "all": lambda x: mint.all(x, 0), "count_nonzero": lambda x: ops.count_nonzero(x), "ReduceSum": lambda x: ops.ReduceSum()(x, 0),
-    "cumsum": lambda x: ops.cumsum(x, 0), "argmax": lambda x: ops.argmax(x, 0), "sort": lambda x: ops.sort(x, 0),
-    "logical_not": mint.logical_not, "isfinite": mint.isfinite, "zeros_like": mint.zeros_like, "ones_like": mint.ones_like,
-    "tril": ops.tril, "clamp": lambda x: mint.clamp(x, 0, 1), "relu": mint.nn.functional.relu,
-}
-
-
-def dtypes_are_one_devices(world):
-    rng = np.random.default_rng(1)
-    for shift, dtype in enumerate(sampled(("bool", "int8", "uint8", "int32", "int64", "float16", "float64", "complex64"), 4)):
-        for shape in sampled(((5, 3), (2, 3)), 2, shift):
-            x = rng.integers(0, 4, shape).astype(dtype)
-            for name, fn in UNARY.items():
-                what = f"{name} of {dtype}{list(shape)}"
-                try:
-                    fn(Tensor(x))
-                except (RuntimeError, TypeError, ValueError):
-                    refused(world, fn, x, what)
-                    continue
-                as_one_device(world, fn, [x], [[S(0)]], what=what)
-
-
-def refused(world, fn, x, what) -> None:
-    """Every rank refuses alike, or (where we compute what MindSpore has no kernel for) returns alike."""
-    try:
-        said = kind(fn(placed(x, mesh_1d(), S(0))))
-    except Exception as e:  # noqa: BLE001
-        said = type(e).__name__
-    same_on_all_ranks(world, f"{what}: {said}")
-
-
 def promotion_of_two_operands(world):
     rng = np.random.default_rng(2)
     kinds = ("bool", "uint8", "int32", "int64", "float16", "float32")
@@ -188,7 +133,6 @@ def promotion_of_two_operands(world):
 
 
 # -- rows of -inf -----------------------------------------------------------------------------------------------------
-
 def softmax_of_minus_infinities(world):
     low = np.random.default_rng(3).normal(size=(4, 6)).astype(np.float32)
     low[0, :2] = -INF  # all that one shard holds
@@ -218,7 +162,6 @@ def softmax_of_minus_infinities(world):
 
 
 # -- dims without elements --------------------------------------------------------------------------------------------
-
 def nothing(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
@@ -287,7 +230,6 @@ def reductions_of_nothing(world):
 
 
 # -- what kind of thing -----------------------------------------------------------------------------------------------
-
 def one_result_is_a_tuple_still(world):
     x = np.arange(6, dtype=np.float32).reshape(1, 6)
     forms = {
@@ -360,7 +302,6 @@ def a_kernels_refusal_is_everyones(world):
 
 
 # -- bfloat16, strides ------------------------------------------------------------------------------------------------
-
 def bfloat16_results_have_the_dtype_asked_for(world):
     low = placed(data(1, 5, 8), mesh_1d(), S(0)).astype(ms.bfloat16)
     wide = placed(data(2, 5, 8), mesh_1d(), S(0))

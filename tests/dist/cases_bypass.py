@@ -28,7 +28,6 @@ def layouts(ndim: int = 2):
 
 
 # -- indexing -------------------------------------------------------------------------------------------------------
-
 INDICES = (0, -1, slice(1, 4), slice(None, None, -2), (slice(None), 2), (Ellipsis, slice(1, 3)), (2, 3), None,
            (slice(None), None, 1), [0, 2, -1], (slice(None), [1, -1]), ([0, 4, -2], [1, 1, 5]), ([[0], [3]], [1, 2]),
            (1, [0, 5]), ([1, 2], None, [3, 4]), np.ix_([0, 2, 4], [1, 5]), slice(3, 2), ())
@@ -108,7 +107,6 @@ def setitem_refusals(world):
 
 
 # -- in place -------------------------------------------------------------------------------------------------------
-
 IN_PLACE = {
     "add_": (lambda x, y: x.add_(y), lambda a, b: a + b),
     "add_(alpha)": (lambda x, y: x.add_(y, alpha=2), lambda a, b: a + 2 * b),
@@ -199,7 +197,6 @@ def in_place_drops_what_was_derived(world):
 
 
 # -- views ----------------------------------------------------------------------------------------------------------
-
 VIEWS = {
     "x[1:3]": lambda x: x[1:3], "x[0]": lambda x: x[0], "x[:, 2]": lambda x: x[:, 2], "x[:, 1:4]": lambda x: x[:, 1:4],
     "x.T": lambda x: x.T, "x.reshape(-1)": lambda x: x.reshape(-1), "x.narrow": lambda x: mint.narrow(x, 1, 2, 3),
@@ -267,8 +264,6 @@ def a_write_to_the_original_reaches_views_or_raises(world, line):
 
 
 # -- Python's and NumPy's protocols ---------------------------------------------------------------------------------
-
-
 def values_are_global_or_refused(world):
     x = placed(A, mesh_1d(), S(0))
     assert len(x) == 5 and x.ndim == 2 and tuple(x.shape) == (5, 6) and x.numel() == 30 and x.nbytes == 120

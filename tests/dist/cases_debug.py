@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks: CommDebugMode counts what was communicated, backward included; `checks()` finds false claims of replicas."""
 import itertools
-import tempfile
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -23,25 +21,6 @@ from tests.debug import dry_programs
 from tests.dist.operands import Built, P, R, S, data, mesh_2d
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.tiers import sampled
-
-
-def a_step_is_counted_alike_on_all_ranks(world, line):
-    args = [md.distribute_tensor(t, line, [p], src_data_rank=None)
-            for t, p in ((data(1, 4, 8), R), (data(2, 8, 16), S(1)), (data(3, 16, 8), S(0)))]
-
-    def loss(x, up, down):
-        h = mint.matmul(x * 1.0, up)
-        return (mint.matmul(h, down).redistribute(placements=[R]) ** 2).sum()
-    with CommDebugMode() as mode:
-        value_and_grad(loss, (0, 1, 2))(*args)
-    assert mode.get_comm_counts("op", "axes", "phase") == {
-        ("all_reduce", ("tp",), "forward"): 1, ("all_reduce", ("tp",), "backward"): 1}
-    assert mode.get_comm_bytes() == {"all_reduce": 2 * 2 * 3 * 4 * 8}  # twice 2 * 3/4 of 4 * 8 floats
-    assert all(e.site.startswith(__file__) for e in mode.events), [e.site for e in mode.events]
-    same_on_all_ranks(world, mode.table().split("\n", 1)[1])
-    with tempfile.TemporaryDirectory() as folder:
-        mode.export_chrome_trace(Path(folder) / "trace.json")
-        assert (Path(folder) / "trace.json").stat().st_size > 100
 
 
 def dry_runs_communicate_what_ranks_do(world):

@@ -6,7 +6,7 @@ from mindspore import Parameter, Tensor, ops
 
 import ms_dtensor as md
 from ms_dtensor import DFunction, DTensor, distribute_tensor, local_map, register_rule, value_and_grad
-from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MixedOperandError
+from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d
 from tests.dist.support import check_against_one_device, counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
@@ -250,28 +250,6 @@ def comm_all_gather(mesh, a):
     return mesh.get_group().all_gather(a, 0, [2] * 4)
 
 
-def local_map_refusals_are_the_same_everywhere_and_free(world, line):
-    other = mesh_1d(4, "other")
-    x = distribute_tensor(data(1, 8, 4), line, [S(0)])
-    y = distribute_tensor(data(1, 8, 4), other, [S(0)])
-    one = lambda a: a * 1  # noqa: E731
-    refusals = [
-        (LayoutError, "redistribute_inputs", lambda: local_map(one, [S(0)], ([R],))(x)),
-        (LayoutError, "entries for 1 arguments", lambda: local_map(one, [S(0)], ([R], [R]))(x)),
-        (LayoutError, "None there", lambda: local_map(one, [S(0)], (None,))(x)),
-        (MixedOperandError, "plain tensor", lambda: local_map(lambda a, b: a, [S(0)], ([S(0)], [R]))(x, data(1, 2))),
-        (LayoutError, "cannot become", lambda: local_map(one, [P], ([P],), redistribute_inputs=True)(x)),
-        (LayoutError, "different meshes", lambda: local_map(lambda a, b: a, [S(0)])(x, y)),
-        (LayoutError, "result 0 is a int", lambda: local_map(lambda a: 1, [S(0)])(x)),
-        (LayoutError, "2 entries for one result", lambda: local_map(one, ([S(0)], [S(0)]))(x)),
-        (LayoutError, "is a DTensor already", lambda: local_map(lambda a: x, [S(0)])(x)),
-        (LayoutError, "in_grad_placements", lambda: local_map(one, [S(0)], ([S(0)],), in_grad_placements=([R], [R]))(x)),
-    ]
-    for kind, text, call in refusals:
-        assert text in refused_alike(world, call, kind), text
-    equal(local_map(one, [S(0)])(x), data(1, 8, 4))
-
-
 def to_local_of_a_leaf_keeps_its_gradient(world, line):
     p = Parameter(distribute_tensor(data(1, 8, 4), line, [S(0)]), name="p")
     q = Parameter(distribute_tensor(data(1, 8, 4), line), name="q")
@@ -280,13 +258,3 @@ def to_local_of_a_leaf_keeps_its_gradient(world, line):
         equal(g, np.full((8, 4), 3, np.float32), str(placements))
     g = ms.grad(lambda: (q.to_local(grad_placements=[P]) * (world.rank + 1)).sum(), None, [q])()[0]
     equal(g, np.full((8, 4), 10, np.float32))
-
-
-def verified_registration_finds_a_wrong_rule(world):
-    ones = np.ones((4, 3), np.float32)
-    assert "is wrong" in refusal(lambda: register_rule("Scores", "S(1), S(0) -> R", shapes="m k, k n -> m n",
-                                                       verify=(Scores, ones, ones.T[:, :2].copy())))
-    x = distribute_tensor(data(1, 4, 3), mesh_1d(), [S(0)])
-    assert "no registered rule" in refusal(lambda: Scores.apply(x, data(2, 3, 2)))
-    refused_alike(world, lambda: register_rule("matmul", "R, R -> R"), ConfigError)
-    assert md.comm.group(tuple(range(4))).size == 4

@@ -108,17 +108,6 @@ def a_deferred_parameter_alone_and_empty_shards(world, line):
         equal(out, w, kind, rtol=0)
 
 
-def a_deferred_model_trains_as_the_eager_one(world, line):
-    ms.set_seed(5)
-    plain = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
-    ms.set_seed(5)
-    with no_init_parameters():
-        lazy = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
-    parallelize_module(lazy, line, {"0": ColwiseParallel(use_local_output=False), "2": md.RowwiseParallel()})
-    x = data(1, 5, 6)
-    trains_as_one_device(lazy, plain, x, x)
-
-
 # -- distribute_module ---------------------------------------------------------------------------------------------------
 def distribute_module_is_for_once(world, line):
     net = distribute_module(made(False), line)

@@ -380,3 +380,19 @@ def a_plain_number_has_one_devices_gradient(world):
     equal(md.grad(lambda x: product(p * 1, x), None, [p])(dx)[0], ms.grad(product)(s, x), "a parameter, by what is made of it")
     with md.implicit_replication():
         equal(md.grad(lambda x: product(p, x), None, [p])(dx)[0], ms.grad(product)(s, x), "a parameter")
+
+
+def implicit_replication_has_one_devices_gradients(world, line):
+    x, w = data(1, 8, 4), data(2, 4)
+    p = Parameter(w, name="w")
+    for place in (S(0), S(1), R):
+        dx = distribute_tensor(x, line, [place])
+
+        def loss(dx=dx):
+            with md.implicit_replication():
+                return (dx * p).sum()
+        value, grads = ms.value_and_grad(loss, None, [p])()
+        equal(value, (x * w).sum())
+        equal(grads[0], x.sum(0), f"{place}")
+        with md.implicit_replication():
+            equal(mint.matmul(dx, w.reshape((4, 1))), x @ w.reshape((4, 1)))

@@ -5,7 +5,6 @@ The first line of each case says how a well-known peer answers. We give the one-
 on every rank.
 """
 import itertools
-import threading
 
 import mindspore as ms
 import numpy as np
@@ -13,9 +12,9 @@ from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, comm, distribute_tensor, parallelize_module, value_and_grad
-from ms_dtensor.errors import CollectiveMismatch, LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.errors import CollectiveMismatch, LayoutError, OpRuleError
 from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
-from tests.dist.support import array, check_against_one_device, equal, refusal, same_on_all_ranks
+from tests.dist.support import array, check_against_one_device, counted, equal, refusal, same_on_all_ranks
 
 
 def counting(*shape: int) -> Tensor:
@@ -24,8 +23,6 @@ def counting(*shape: int) -> Tensor:
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
-
-
 def item_float_and_int_of_a_partial(world):
     """Peer: each rank returns its own contribution (66 and 210 for 276)."""
     x = placed(counting(24), mesh_1d(), S(0))
@@ -45,13 +42,6 @@ def bool_of_a_partial_decides_alike(world):
         same_on_all_ranks(world, "taken" if claim else "not taken")
 
 
-def one_element_on_several_ranks(world):
-    """Peer: `.item()` works on the rank that holds the element and raises on the others."""
-    one = placed(Tensor(np.float32([7])), mesh_1d(), S(0))
-    assert one.item() == 7 and float(one) == 7 and bool(one == 7)
-    assert placed(Tensor(np.float32([[7]])), mesh_2d(), S(0), S(1)).item() == 7
-
-
 def equality_asks_the_ranks_of_the_mesh(world):
     """Peer: `equal` all-reduces over the default group, not the mesh's, and waits for ranks that do not take part."""
     mesh = md.DeviceMesh("cpu", [0, 2], mesh_dim_names=("x",))
@@ -67,8 +57,6 @@ def equality_asks_the_ranks_of_the_mesh(world):
 
 
 # -- writes ---------------------------------------------------------------------------------------------------------
-
-
 def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
     """A sibling that is a copy here: `c = x[2:7]` was gathered, `x[:, 1:3][:] = -1` writes into the storage of `x`."""
     x = distribute_tensor(data(1, 8, 5), line, [S(0)])
@@ -89,8 +77,6 @@ def a_write_through_a_view_reaches_its_siblings_or_raises(world, line):
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
-
-
 def cross_entropy_with_uneven_counts(world, line):
     """Peer: the mean of the shards' means, wrong where shards count differently (ignore_index, class weights)."""
     logits = data(5, 8, 5)
@@ -107,12 +93,7 @@ def cross_entropy_with_uneven_counts(world, line):
         equal(got, want, f"weights {use}, {rows} rows")
 
 
-# -- random numbers -------------------------------------------------------------------------------------------------
-
-
 # -- entering and leaving -------------------------------------------------------------------------------------------
-
-
 def local_tensors_of_uneven_shards(world, line):
     """Peer: each rank believes in a global shape of its own."""
     rows = (3, 3, 2, 0)[world.rank]
@@ -146,28 +127,7 @@ def cells_laid_out_in_another_order(world):
         refusal(lambda: apply(cells[world.rank == 2]), CollectiveMismatch)
 
 
-def implicit_replication_is_of_this_thread(world):
-    """Peer: one flag for the whole process."""
-    x, plain = placed(data(8, 4, 4), mesh_1d(), S(0)), data(9, 4, 4)
-    seen = []
-
-    def other_thread():
-        try:
-            seen.append(x + plain)
-        except MixedOperandError as e:
-            seen.append(e)
-    with md.implicit_replication():
-        thread = threading.Thread(target=other_thread)
-        thread.start()
-        thread.join()
-        equal(x + plain, data(8, 4, 4) + plain)
-    assert isinstance(seen[0], MixedOperandError), seen
-    refusal(lambda: x + plain, MixedOperandError)
-
-
 # -- styles ---------------------------------------------------------------------------------------------------------
-
-
 def a_fused_qkv_is_split_globally(world, line):
     """Peer: the weight is cut contiguously, so a rank's local output is all of q and half of k, unsaid."""
     x = data(11, 3, 8)
@@ -186,20 +146,6 @@ def a_fused_qkv_is_split_globally(world, line):
 
 
 # -- communication and gradients ------------------------------------------------------------------------------------
-
-
-def implicit_communication_is_listed(world, line):
-    """Peer: silent by default; `Partial * Partial` reduces, S(0) + S(1) gathers, and only a private mode shows it."""
-    x = placed(data(15, 8, 8), line, S(0))
-    with comm.record() as events:
-        product = x.sum(0) * x.sum(0)
-        total = x + placed(data(16, 8, 8), line, S(1))
-    equal(product, data(15, 8, 8).asnumpy().sum(0) ** 2)
-    equal(total, data(15, 8, 8) + data(16, 8, 8))
-    assert len(events) >= 2 and all(e.implicit and e.axes == ("tp",) and e.src and e.dst for e in events), events
-    assert all("cases_silent.py:" in e.site for e in events), [e.site for e in events]
-
-
 def a_partial_used_three_times_is_reduced_once(world, line):
     """Peer: three all-reduces, no memo."""
 
@@ -208,3 +154,69 @@ def a_partial_used_three_times_is_reduced_once(world, line):
         return (mint.exp(p) + mint.sin(p) * mint.cos(p)).sum()
     count = check_against_one_device(three, [data(17, 8, 4)], [[S(0)]], line)
     assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
+
+
+def whole(x):
+    """The sum of the summands, made here and nowhere else; a plain tensor as it is."""
+    return x.reduce_partial() if isinstance(x, DTensor) else x
+
+
+def lora_under_row_parallel_weights_is_one_all_reduce(world):
+    """x W^T + (x A^T) B^T: what A gives is a summand, and so is what B makes of it."""
+    x, w, a, b = data(1, 6, 8), data(2, 5, 8), data(3, 3, 8), data(4, 5, 3)
+
+    def lora(x, w, a, b):
+        return (whole(mint.matmul(x, w.t()) + 2.0 * mint.matmul(mint.matmul(x, a.t()), b.t())) ** 3).mean()
+    for mesh, extra in ((mesh_1d(), []), (mesh_2d(), [S(0)])):
+        rest = [R] * len(extra)
+        layouts = [[*extra, S(1)], [*rest, S(1)], [*rest, S(1)], [*rest, R]]
+        count = check_against_one_device(lora, [x, w, a, b], layouts, mesh, f"lora on {mesh}")
+        assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
+    inputs = [placed(v, mesh, *p) for v, p in zip((x, w, a, b), layouts, strict=True)]
+    with counted({}):
+        mid = mint.matmul(inputs[0], inputs[2].t())
+        out = mint.matmul(mid, inputs[3].t())
+    assert mid.placements == out.placements == (S(0), P)
+
+
+def a_chain_of_products_keeps_the_summand(world, line):
+    x, ws = data(1, 4, 8), [data(2, 8, 8), data(3, 8, 6), data(4, 6, 5)]
+
+    def chain(x, *ws):
+        for w in ws:
+            x = mint.matmul(x, w)
+        return (whole(x) ** 2).mean()
+    layouts = [[S(1)], [S(0)], [R], [R]]
+    count = check_against_one_device(chain, [x, *ws], layouts, mesh_1d(), "chain")
+    assert {k: n for k, n in count.items() if k[1] == "forward"} == {("all_reduce", "forward"): 1}, count
+    p = DTensor.from_local(x, line, [P])  # every rank's summand is x
+    with counted({}):
+        out = mint.matmul(mint.matmul(p, placed(ws[0], line, R)), placed(ws[1], line, R))
+    assert out.placements == (P,)
+    equal(out, 4 * mint.matmul(mint.matmul(x, ws[0]), ws[1]))
+    both = DTensor.from_local(x.t(), line, [P])
+    equal(mint.matmul(p, both), 16 * mint.matmul(x, x.t()))  # not the sum of the summands' products, 4 of them
+
+
+def losses_of_micro_steps_add_up(world):
+    """At every step the sum is a DTensor of the same layout, and its gradient is that of the sum."""
+    xs, w = [data(i, 8, 6) for i in range(5)], data(9, 6, 4)
+
+    def total(w, *xs):
+        loss = 0.0
+        for x in xs:
+            micro = (mint.matmul(x, w) ** 2).mean()
+            loss += micro
+            if isinstance(w, DTensor):
+                assert isinstance(loss, DTensor) and loss.shape == (), type(loss)
+        return loss / len(xs)
+    for mesh, x_lies, w_lies in ((mesh_1d(), [R], [S(1)]), (mesh_1d(), [S(0)], [R]), (mesh_2d(), [S(0), R], [R, S(1)])):
+        check_against_one_device(total, [w, *xs], [w_lies, *[x_lies] * 5], mesh, str(x_lies))
+        parts = [placed(t, mesh, *p) for t, p in ((w, w_lies), *((x, x_lies) for x in xs))]
+        with counted() as five:
+            ms.value_and_grad(total)(*parts)
+        with counted() as one:
+            ms.value_and_grad(total)(*parts[:2])
+        forward = five["all_reduce", "forward"], one["all_reduce", "forward"]
+        assert forward[0] <= 5 * forward[1], (five, one)
+        equal(total(*parts), total(w, *xs))

@@ -28,8 +28,6 @@ def same_tree(got, want, what: str) -> None:
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------------
-
-
 def every_gradient_of_mindspore_is_a_dtensor(world, grid):
     x, w, v = data(1, 6, 5), data(2, 5, 4), data(3, 4)
 
@@ -170,33 +168,6 @@ def a_flag_of_any_and_a_dim_of_one_element(world):
 
 
 # -- recomputation, replicas, ties --------------------------------------------------------------------------------------------
-
-
-def recomputation_chosen_before_the_model_is_distributed(world, grid):
-    x = data(1, 8, 6)
-    plans = {
-        "distribute_module": lambda net: distribute_module(net, grid),
-        "replicate": lambda net: replicate(net, mesh=grid["dp"]),
-        "styles": lambda net: replicate(parallelize_module(net, grid["tp"], {
-            "0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}), mesh=grid["dp"]),
-    }
-    for name, plan in plans.items():
-        for early in (True, False):
-            net = _mlp(3)
-            for when in (True, False):
-                if when is early:
-                    net[0].recompute()
-                    net[2].recompute()
-                if when:
-                    plan(net)
-            placements = (S(0),) if name == "replicate" else (S(0), R)
-            on = grid["dp"] if name == "replicate" else grid
-            try:
-                trains_as_one_device(net, _mlp(3), x, placed(x, on, *placements))
-            except AssertionError as e:
-                raise AssertionError(f"{name}, recompute {'before' if early else 'after'}: {e}") from e
-
-
 def replicas_over_styles_that_hand_out_local_tensors(world, grid):
     x = data(1, 8, 6)
     net = _mlp(3)
@@ -265,8 +236,6 @@ def ties_between_cells_that_are_distributed_one_by_one(world, grid):
 
 
 # -- compiled functions, and plain tensors ------------------------------------------------------------------------------------
-
-
 @ms.jit
 def _double(t):
     return t * 2

@@ -152,8 +152,6 @@ def run(program: Program, values: list, skip=frozenset(), table=TABLE, at: list 
 
 
 # -- smaller ones -------------------------------------------------------------------------------------------------------
-
-
 def without(program: Program, k: int) -> Program:
     """Less step k and what needs its results."""
     gone, rest = set(program.steps[k].gives), list(program.steps[:k])
@@ -182,8 +180,6 @@ def minimised(program: Program, fails) -> Program:
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
-
-
 def grids(size: int) -> list[tuple[int, ...]]:
     """Meshes of one to three axes over so many ranks."""
     return {4: [(4,), (2, 2), (1, 4), (2, 1, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}[size]

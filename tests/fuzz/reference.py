@@ -83,8 +83,6 @@ def _derived(program: Program, order: int) -> tuple | None:
 
 
 # -- slopes -----------------------------------------------------------------------------------------------------------
-
-
 def direction(a: np.ndarray) -> np.ndarray:
     x = np.random.default_rng(5).normal(size=a.shape)
     return x / max(np.linalg.norm(x), 1e-9)

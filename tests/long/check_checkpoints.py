@@ -35,7 +35,7 @@ def kills(args, folder: Path) -> dict:
 
 
 def fuzz(args, folder: Path) -> dict:
-    from tests.checkpoint.fuzzing import fuzz
+    from tests.checkpoint.damage import fuzz
 
     out = fuzz(folder, args.runs or 10_000, args.seed)
     wrong = out["wrong"] + out["outside"] + ([f"memory grew by {out['grown']}"] if out["grown"] > out["size"] else [])

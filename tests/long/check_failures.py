@@ -25,7 +25,7 @@ import numpy as np
 
 from ms_dtensor.comm.shm.engine import Engine
 from tests.long.desyncs import KINDS, PAIRS
-from tests.long.jobs import Job, left_over
+from tests.long.forked import Job, left_over
 from tests.long.soak import Rank
 
 LIMIT = 5.0

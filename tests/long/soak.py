@@ -22,7 +22,7 @@ import numpy as np
 
 from ms_dtensor.comm.shm.arena import KEEP
 from ms_dtensor.comm.shm.engine import Engine
-from tests.long.jobs import Job, left_over
+from tests.long.forked import Job, left_over
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)

@@ -167,6 +167,6 @@ FAULTS = [
           'if device != "npu":', 'if device not in ("npu", "cpu"):'),
     Fault("a node without an NPU is not asked", "scripts/ascend/node.py", "tests/zoo/test_ascend_first.py -k without_an_npu",
           "    if not found:\n", "    if found is None:\n"),
-    Fault("a room that takes other memory passes", "scripts/ascend/probes.py", "tests/zoo/test_ascend_probes.py -k filled_anew",
+    Fault("a room that takes other memory passes", "scripts/ascend/probes.py", "tests/zoo/test_ascend_first.py -k filled_anew",
           'told["after"] - told["held"] > side * side', 'told["after"] - told["held"] > side ** 3'),
 ]

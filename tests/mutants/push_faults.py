@@ -13,16 +13,16 @@ JOINED = "tests/zoo/cases_joined.py"
 LEFT, FIRST_STEP = "tests/sharding/cases_left_behind.py", "tests/pipeline/cases_errors.py -k first_step"
 
 PUSH_FAULTS = [
-    Fault("a mean of means", f"{OPS}/rules/reduce.py", "tests/dist/cases_core.py -k gradients_of_an_mlp",
+    Fault("a mean of means", f"{OPS}/rules/reduce.py", "tests/dist/cases_moves.py -k gradients_of_an_mlp",
           "(x, dims, keepdim, prod(x.shape[d] for d in dims),", "(x, dims, keepdim, 2 * prod(x.shape[d] for d in dims),"),
     Fault("a product of cut operands is whole", f"{OPS}/rules/matmul.py", "tests/coverage/test_forms.py -k matmul",
           "(S(out.index(c)) if c in out else P,)", "(S(out.index(c)) if c in out else R,)"),
-    Fault("an infinity of another row leaves its trace", f"{OPS}/local/lookup.py", "tests/dist/cases_core.py -k lookups",
+    Fault("an infinity of another row leaves its trace", f"{OPS}/local/lookup.py", "tests/dist/cases_moves.py -k lookups",
           "return ops.select(mask, x, ops.zeros_like(x))", "return ops.select(mask, x, x)"),
     Fault("a cut aliases what it is cut from", EXECUTE,
           "tests/dist -k parity_ or moves or silent",
           "move.src.local_box()), copy=True)", "move.src.local_box()), copy=False)"),
-    Fault("an all-to-all swaps its sizes", EXECUTE, "tests/dist/cases_core.py -k every_pair",
+    Fault("an all-to-all swaps its sizes", EXECUTE, "tests/dist/cases_moves.py -k every_pair",
           "return _group(move).all_to_all(x, b, sizes_along(move.dst, move.axes, b, here),",
           "return _group(move).all_to_all(x, b, sizes_along(move.dst, move.axes, b, here)[::-1],"),
     Fault("winners of an extreme all get the whole gradient", EXECUTE, "tests/dist/cases_alike.py -k ties",

@@ -18,8 +18,8 @@ from mindspore import Tensor, mint
 
 from ms_dtensor.comm import packing
 from ms_dtensor.internals.names import executor, recording
-from tests.rehearsal.cann import before_joining, copied
 from tests.rehearsal.emulator import _data_ptr, _stride, memory
+from tests.rehearsal.tables import before_joining, copied
 
 IN_PLACE = ("add_", "sub_", "mul_", "div_")
 SYNCS = ("asnumpy", "numpy", "item", "tolist", "data_ptr", "assign_value", "__float__", "__int__", "__bool__", "__index__",

@@ -69,8 +69,6 @@ def custom_black(s):
 
 
 # -- cells ----------------------------------------------------------------------------------------------------------------
-
-
 @row(CELLS, "net.to_float(float16), before", rtol=HALF)
 def half_before(s):
     net = seeded(Net()).to_float(ms.float16)
@@ -93,8 +91,6 @@ def half_parameters(s):
 
 
 # -- scaling --------------------------------------------------------------------------------------------------------------
-
-
 def scaled(s, scaler, overflow_at=None, level="O0"):
     """The loop of MindSpore's tutorial on mixed precision; at one step an element of one rank's rows is infinite."""
     net = amp.auto_mixed_precision(s.net(), level)

@@ -5,12 +5,12 @@ import numpy as np
 from mindspore import mint, nn, ops
 
 from ms_dtensor import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
+from tests.dist.operands import Built
 from tests.surface.rows_state import drawn
 from tests.surface.table import COLUMNS, random, row, seeded, values
 
 ATTENTION, RECURRENT, NORMS, LAYERS, LOSSES = "attention", "recurrent cells", "norms", "layers", "losses"
 COL, ROW = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
-
 
 NO_RULE = "no rule yet; each rank's rows are enough for it: local_map(cell, out_placements=[Shard(0)])"
 
@@ -33,8 +33,6 @@ def ids(seed, high, *shape):
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------
-
-
 def attention(s, plan, **options):
     net = s.net(seeded(nn.MultiheadAttention(8, 4, batch_first=True, **options)), plan)
     q, k = s.data(random(1, 4, 5, 8)), s.data(random(2, 4, 6, 8))
@@ -51,14 +49,7 @@ def attention_replicated(s):
 def attention_self(s):
     net, q, _ = attention(s, None)
     mask = s.whole(np.triu(np.ones((5, 5), bool), 1))
-    class Causal(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def construct(self, x):
-            return self.net(x, x, x, attn_mask=mask, need_weights=False)[0]
-    return differentiated(Causal(), q)
+    return differentiated(Built(lambda c, x: c.net(x, x, x, attn_mask=mask, need_weights=False)[0], net=net), q)
 
 
 @row(ATTENTION, "nn.MultiheadAttention, key_padding_mask and averaged weights")
@@ -153,8 +144,6 @@ def transformer(s):
 
 
 # -- recurrent ------------------------------------------------------------------------------------------------------------
-
-
 def recurrent(name, make):
     @row(RECURRENT, name)
     def program(s):
@@ -200,8 +189,6 @@ step_cell("nn.LSTMCell, unrolled", lambda: nn.LSTMCell(6, 7), 2)
 
 
 # -- norms ----------------------------------------------------------------------------------------------------------------
-
-
 def normed(name, make, *shape, plan=None, lay="data", **options):
     """Three steps in training, then evaluation: running statistics, outputs, gradients."""
     @row(NORMS, name, **options)
@@ -217,7 +204,6 @@ normed("nn.BatchNorm1d: statistics of the whole batch", lambda: nn.BatchNorm1d(6
 normed("nn.BatchNorm2d", lambda: nn.BatchNorm2d(3), 8, 3, 4, 5)
 normed("nn.BatchNorm2d(momentum=0.5, affine=False)", lambda: nn.BatchNorm2d(3, momentum=0.5, affine=False), 8, 3, 4, 5)
 normed("nn.BatchNorm3d", lambda: nn.BatchNorm3d(3), 4, 3, 2, 3, 2)
-
 
 NO_GROUP = "MindSpore's own groups: nn.BatchNorm2d of a DTensor normalizes over the global batch anyway"
 
@@ -236,24 +222,12 @@ normed("nn.LayerNorm on a sequence cut over tp", lambda: nn.LayerNorm((6,)), 8, 
 normed("nn.GroupNorm", lambda: nn.GroupNorm(2, 6), 8, 6, 4, 3)
 normed("mint.nn.GroupNorm", lambda: mint.nn.GroupNorm(2, 6), 8, 6, 4, 3)
 
-
-class RMSNorm(nn.Cell):
-    """Written out: MindSpore's kernel is for devices."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = ms.Parameter(ms.Tensor(np.ones(width, np.float32)), name="weight")
-
-    def construct(self, x):
-        return x * mint.rsqrt(mint.mean(mint.square(x), -1, True) + 1e-6) * self.weight
-
-
-normed("an RMSNorm written out", lambda: RMSNorm(6), 8, 4, 6, lay="sequence")
+normed("an RMSNorm written out", lambda: Built(  # MindSpore's kernel is for devices
+    lambda c, x: x * mint.rsqrt(mint.mean(mint.square(x), -1, True) + 1e-6) * c.weight,
+    weight=ms.Parameter(ms.Tensor(np.ones(6, np.float32)), name="weight")), 8, 4, 6, lay="sequence")
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------------
-
-
 def layered(name, make, *shape, plan=None, **options):
     @row(LAYERS, name, **options)
     def program(s):
@@ -326,8 +300,6 @@ def containers(s):
 
 
 # -- dropout: numbers of one mesh are those of any other --------------------------------------------------------------------
-
-
 def dropped(name, make):
     @row(LAYERS, name + ", one global mask on every mesh")
     def program(s):
@@ -343,8 +315,6 @@ dropped("mint.nn.Dropout", lambda: mint.nn.Dropout(p=0.4))
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------------
-
-
 def lost(name, make, second, *more, first=None, **options):
     """Forward and gradient with plain reductions; `second` and `more` are the arrays beside the first input."""
     def program(s):

@@ -16,8 +16,6 @@ def gradients(net, s, batch=None):
 
 
 # -- of cells -------------------------------------------------------------------------------------------------------------
-
-
 @row(HOOKS, "Cell.register_forward_pre_hook changes the input")
 def forward_pre_hook(s, net):
     seen = []
@@ -114,8 +112,6 @@ def both_backward_hooks(s, net):
 
 
 # -- of tensors and parameters --------------------------------------------------------------------------------------------
-
-
 class Hooked(Net):
     """`Net` with a hook on an activation."""
 
@@ -213,8 +209,6 @@ def stop_gradient(s, net):
 
 
 # -- recomputation --------------------------------------------------------------------------------------------------------
-
-
 def deep(before):
     """Two feed-forward blocks; `before` is applied to each of them."""
     blocks = [nn.SequentialCell(nn.Dense(7, 12), nn.Tanh(), nn.Dense(12, 7)) for _ in range(2)]

@@ -29,6 +29,7 @@ from mindspore.train import metrics as stock
 
 import ms_dtensor as md
 from ms_dtensor import PrepareModuleInput, Replicate
+from tests.dist.operands import Built
 from tests.surface.table import random, row, shared_path, values
 
 MODEL, CALLBACKS, METRICS, DATA = "Model", "callbacks", "metrics", "datasets"
@@ -61,23 +62,12 @@ def fed(s, cell: nn.Cell, inputs: int = 2) -> nn.Cell:
         input_layouts=(Replicate(),) * inputs, desired_input_layouts=(Replicate(),) * inputs))
 
 
-class Pooled(nn.Cell):
-    """Logits [batch, 5] of `Net`."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def construct(self, x):
-        return self.net(x).mean(1)
-
-
 def model(s, metrics=None, pooled=False, **kwargs) -> Model:
     """A model whose data and labels come out of a dataset as plain tensors."""
     net = s.net()
     if s.mesh is not None and s.dp is None:
         net = fed(s, net, 1)
-    net = Pooled(net) if pooled else net
+    net = Built(lambda c, x: c.net(x).mean(1), net=net) if pooled else net  # logits [batch, 5]
     loss = fed(s, nn.CrossEntropyLoss() if pooled else nn.MSELoss())
     optimizer = nn.Momentum(net.trainable_params(), kwargs.pop("lr", 2e-2), 0.9)
     return Model(net, loss, optimizer, metrics, **kwargs)
@@ -99,8 +89,6 @@ def weights(m: Model) -> dict:
 
 
 # -- Model ----------------------------------------------------------------------------------------------------------------
-
-
 @row(MODEL, "train")
 def train(s):
     m, losses = model(s), Losses()
@@ -182,8 +170,6 @@ def labels_in_a_loop(s, net):
 
 
 # -- callbacks ------------------------------------------------------------------------------------------------------------
-
-
 def printed(s, callbacks, epochs=2, **kwargs):
     """What a training prints, and the model."""
     m, out = model(s, **kwargs), io.StringIO()
@@ -281,8 +267,6 @@ def summary(s):
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------------
-
-
 def measured(metric, columns=None, pooled=True):
     """The metric over two batches of `Model.eval`."""
     def fn(s):
@@ -383,8 +367,6 @@ row(METRICS, "a metric of one's own with set_indexes, in Model.eval")(
 
 
 # -- datasets -------------------------------------------------------------------------------------------------------------
-
-
 @row(DATA, "num_shards and shard_id from the mesh, from_local")
 def sharded_rows(s, net):
     losses = []

@@ -97,8 +97,6 @@ def fused_adamw(s):
 
 
 # -- groups and schedules -------------------------------------------------------------------------------------------------
-
-
 def split(ps):
     """Weights and the others, as documented: by name."""
     return [p for p in ps if "weight" in p.name], [p for p in ps if "weight" not in p.name]
@@ -253,7 +251,6 @@ def two_optimizers(s):
 
 
 # -- clipping -------------------------------------------------------------------------------------------------------------
-
 CLIPS = {
     "ops.clip_by_global_norm": lambda grads: ops.clip_by_global_norm(grads, 0.3),
     "ops.clip_by_norm, each gradient": lambda grads: tuple(ops.clip_by_norm(g, 0.1) for g in grads),
@@ -263,7 +260,6 @@ CLIPS = {
     "ops.HyperMap of a function": lambda grads: ops.HyperMap()(lambda g: ops.clip_by_value(g, -0.02, 0.05), grads),
     "a norm written out": lambda grads: tuple(g / ops.sqrt(sum((h * h).sum() for h in grads)) for g in grads),
 }
-
 
 for _name, _clip in CLIPS.items():
     row("clipping", _name)(lambda s, clip=_clip: trained(s, lambda ps: nn.SGD(ps, 0.2), clip))

@@ -37,8 +37,6 @@ def in_file(name):
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------------
-
-
 def saved_and_loaded(s, name, **options):
     net = s.net()
     ms.save_checkpoint(net, shared_path(s, name), **options)
@@ -177,8 +175,6 @@ def state_dict(s, net):
 
 
 # -- parameters and nets --------------------------------------------------------------------------------------------------
-
-
 @row(PARAMETERS, "names, shapes and dtypes of all lists of parameters")
 def listed(net):
     net.norm.gamma.requires_grad = False
@@ -272,8 +268,6 @@ def buffers(s):
 
 
 # -- tensors in Python ----------------------------------------------------------------------------------------------------
-
-
 @row(TENSORS, "len, bool, float, int, item, in a condition")
 def scalars(s, net):
     loss = pair(s, net)
@@ -337,8 +331,6 @@ def as_keys(s):
 
 
 # -- seeds: no row compares with plain MindSpore's numbers; the numbers of one mesh are those of any other -----------------
-
-
 def drawn(s):
     """The tensor that random functions fill: on one device a DTensor that all ranks hold whole."""
     if s.mesh is not None:

@@ -5,6 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_dtensor import ColwiseParallel, Partial, RowwiseParallel
+from tests.dist.operands import Built
 from tests.surface.table import Net, random, row, rows, seeded, values
 
 CELLS, LOOPS, WEIGHTS = "training cells", "training loops", "weights"
@@ -33,8 +34,6 @@ def trained(s, net, step, steps: int = 5):
 
 
 # -- cells ----------------------------------------------------------------------------------------------------------------
-
-
 @row(CELLS, "nn.WithLossCell")
 def with_loss(s, x, y):
     cell = nn.WithLossCell(s.net(), nn.SmoothL1Loss())
@@ -160,8 +159,6 @@ def time_distributed(s, net):
 
 
 # -- loops ----------------------------------------------------------------------------------------------------------------
-
-
 @row(LOOPS, "value_and_grad and an optimizer")
 def quick_start(s, net):
     return trained(s, net, step_of(net, nn.SGD(net.trainable_params(), 1e-2, momentum=0.9)))
@@ -289,8 +286,6 @@ def adversaries(s):
 
 
 # -- weights --------------------------------------------------------------------------------------------------------------
-
-
 @row(WEIGHTS, "frozen before the model is distributed")
 def frozen_before(s):
     net = seeded(Net())
@@ -348,38 +343,20 @@ def lora_partial(s):
                     "down.a": RowwiseParallel(output_layouts=Partial(), **KEEP)})
 
 
-class Chain(nn.Cell):
-    """Linear maps one after the other, with nothing between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Dense(a, b, has_bias=False) for a, b in ((7, 8), (8, 6), (6, 5)))
-
-    def construct(self, x):
-        return self.third(self.second(self.first(x)))
-
-
 @row(WEIGHTS, "chained matmuls, a Partial input")
 def chain(s):
-    net = s.net(seeded(Chain()), {"first": ColwiseParallel(**KEEP),
-                                  "second": RowwiseParallel(output_layouts=Partial(), **KEEP)})
+    net = Built(lambda c, x: c.third(c.second(c.first(x))),
+                first=nn.Dense(7, 8, has_bias=False), second=nn.Dense(8, 6, has_bias=False),
+                third=nn.Dense(6, 5, has_bias=False))
+    net = s.net(seeded(net), {"first": ColwiseParallel(**KEEP), "second": RowwiseParallel(output_layouts=Partial(), **KEEP)})
     return trained(s, net, step_of(net, nn.SGD(net.trainable_params(), 1e-2)))
-
-
-class Tied(nn.Cell):
-    """Embedding and head share a table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.mix = nn.Embedding(12, 8), nn.Dense(8, 8)
-
-    def construct(self, ids):
-        return ops.matmul(self.mix(self.table(ids)), self.table.embedding_table.T)
 
 
 @row(WEIGHTS, "embedding and head tied by use")
 def tied_use(s):
-    net = s.net(seeded(Tied()), {"table": RowwiseParallel(**KEEP)})
+    net = Built(lambda c, ids: ops.matmul(c.mix(c.table(ids)), c.table.embedding_table.T),
+                table=nn.Embedding(12, 8), mix=nn.Dense(8, 8))
+    net = s.net(seeded(net), {"table": RowwiseParallel(**KEEP)})
     ids, labels = (np.random.default_rng(k).integers(0, 12, (8, 4)).astype(np.int32) for k in (5, 6))
     x, y = s.data(ids), s.data(labels)
     step = step_of(net, nn.Adam(net.trainable_params(), 1e-2),
@@ -387,23 +364,13 @@ def tied_use(s):
     return [step(x, y) for _ in range(5)], values(net)
 
 
-class TiedCells(nn.Cell):
-    """Two cells, one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm((7,)), nn.Dense(7, 7), nn.Dense(7, 7)
-        self.head = nn.Dense(7, 5)
-        self.second.weight = self.first.weight
-
-    def construct(self, x):
-        return self.head(self.second(ops.tanh(self.first(self.norm(x)))))
-
-
 @row(WEIGHTS, "cells tied by assignment")
 def tied_cells(s):
     plan = {"first": ColwiseParallel(**KEEP), "second": ColwiseParallel(**KEEP)}
-    net = s.net(seeded(TiedCells()), plan)
+    net = Built(lambda c, x: c.head(c.second(ops.tanh(c.first(c.norm(x))))), norm=nn.LayerNorm((7,)), first=nn.Dense(7, 7),
+                second=nn.Dense(7, 7), head=nn.Dense(7, 5))
+    net.second.weight = net.first.weight
+    net = s.net(seeded(net), plan)
     assert net.second.weight is net.first.weight
     return trained(s, net, step_of(net, nn.Momentum(net.trainable_params(), 1e-2, 0.9)))
 

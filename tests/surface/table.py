@@ -197,8 +197,6 @@ class Laid(Plain):
 
 
 # -- one cell -------------------------------------------------------------------------------------------------------------
-
-
 def differs(got, want, rtol: float, where: str = "result") -> str | None:
     """The first difference between two results, trees of tensors, arrays, numbers and texts; None if they are equal."""
     if isinstance(want, dict):

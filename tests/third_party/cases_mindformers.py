@@ -20,7 +20,7 @@ from ms_dtensor import comm
 from ms_dtensor.compat.hyper_parallel import register
 from tests.cases import case
 from tests.dist.support import counted, equal
-from tests.test_hyper_parallel import PAGE
+from tests.test_interop import PAGE
 from tests.third_party import mindformers_stand_ins as stand_ins
 
 GROUP = "mindformers"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers 2.1.0's Trainer from its YAML: its data set, scheduler, clipping, optimizers, callbacks, against one device.
+"""MindFormers 2.1.0's Trainer from its YAML, against one device: data set, scheduler, clipping, optimizers, pipelines.
 
 The reference starts with the weights that its `init_states` gave, takes the whole batch on one device, and steps its
 optimizer with `value_and_grad`'s gradients, clipped by their whole norm.
@@ -234,3 +234,33 @@ def its_deepseek_is_one_devices_on_tensor_parallel_ranks(world):
     moe = trainer.model[0].model.decoder.layers[1].mlp
     assert moe.tokens_per_expert.placements == (md.Replicate(),) and moe.router._tp_size == 2
     assert np.abs(moe.expert_bias.to_local().asnumpy()).max() > 1e-3
+
+
+def pipeline_is_one_devices(world, **parallelism) -> None:
+    """Every stage's weights, the last one's losses, all ranks' norms; weights begin with what each stage's rank made."""
+    records = everyone(world, written(Path(tempfile.mkdtemp())) if world.rank == 0 else "")[0]
+    config = written_yaml(Path(tempfile.mkdtemp()), records, DEEPSEEK, ADAMW, 2e-3, pipeline_parallel=2, **parallelism)
+    with counted() as count:
+        trainer, watch, own = trained(config)
+    assert count["exchange", "forward"] >= STEPS, count
+    start: dict = {}
+    for stage in everyone(world, own):  # the embedding is on both: for tokens, and for those that are predicted ahead
+        for name, value in stage.items():
+            assert np.array_equal(start.setdefault(name, value), value), name
+    losses, norms, wanted = one_device(trainer.config, start, batches(world, trainer))
+    told = everyone(world, watch.losses)
+    assert [len(of) for of in told] == [0, STEPS] and min(norms) > NORM
+    assert np.allclose(told[1], losses, rtol=TOLERANCE, atol=0), (told[1], losses)
+    assert np.allclose(watch.norms, norms, rtol=TOLERANCE, atol=0), (watch.norms, norms)
+    names = [name for part in trainer.model for name, _ in part.parameters_and_names()]
+    assert set().union(*everyone(world, names)) == set(wanted) != set(names)
+    for part in trainer.model:
+        for name, p in part.parameters_and_names():
+            equal(p, Tensor(wanted[name]), name, TOLERANCE)
+
+
+@case(2, timeout=400)
+def its_pipeline_is_one_device(world):
+    wheel()
+    pipeline_is_one_devices(world)
+    pipeline_is_one_devices(world, pipeline_parallel_schedule="gpipe")

@@ -160,8 +160,6 @@ def test_a_missing_data_path_and_a_small_vocabulary_are_refused(tmp_path):
 
 
 # -- hostile files and values ----------------------------------------------------------------------------------------
-
-
 def parts_of(call) -> ConfigError:
     """The refusal, which has four parts, is short and comes at once: the worst one after 32,000 calls of functions."""
     calls = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published configs as the recipe's, and back; whose weights a run begins with. Logits: `test_hf_ranks.py`."""
+"""Published configs as the recipe's, and back; whose weights a run begins with. Logits: `test_jobs.py`."""
 import json
 
 import mindspore as ms

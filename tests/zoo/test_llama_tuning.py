@@ -156,8 +156,6 @@ def test_a_seed_says_which_tokens_are_drawn(cpu):
 
 def test_a_saved_run_speaks_and_is_measured(tmp_path, cpu, capsys):
     """Trained, saved, continued and evaluated by the scripts themselves; what the model does not fit is refused."""
-    from model_zoo.llama.train import run
-
     run(["--config", "model_zoo/llama/configs/debug.yaml", "--train.steps", "3", "--train.log_dir", str(tmp_path / "run"),
          "--checkpoint.interval", "3"])
     capsys.readouterr()

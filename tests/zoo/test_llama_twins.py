@@ -55,7 +55,6 @@ TWINS = {  # the fused form as the model calls it, its twin, and what both take
                (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])),
 }
 
-
 CHOSEN = np.argsort(np.random.default_rng(4).normal(size=(24, 4)), 1)[:, :2].astype(np.int32)
 PLACES = np.concatenate([np.arange(n) for n in (5, 7, 4, 8)]).reshape(B, T).astype(np.int32)
 
