@@ -68,13 +68,13 @@ class Holding:
         if id(x) not in self.gates:
             layout = getattr(x, "_layout", None)
             dry = executing() if layout is None and data is None else None  # where a plain parameter is never made
-            with NoFallbackGuard():
-                if dry is None:
-                    values = detach(local_alias(x if data is None else data))
-                else:  # laid out as all else is there: each use would lay it out anew, and both parts would run that
+            if dry is None:
+                values = detach(local_alias(x if data is None else data))
+            else:  # laid out as all else is there: each use would lay it out anew, and both parts would run that
+                with NoFallbackGuard():
                     values = dry.nameless(x.shape, x.dtype)
                     layout = dry.alone(values)._layout
-                out = make(kind or (GatedTensor if layout is None else classes.GATED), values)
+            out = make(kind or (GatedTensor if layout is None else classes.GATED), values)
             set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout
