@@ -195,10 +195,14 @@ class Counted(nn.Cell):
         self.register_buffer("seen", Tensor(np.ones(3, np.float32)))
         for i, p in enumerate(self.trainable_params()):
             p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
-        self.alone = True
+        self.alone, self.function = True, False
         self.set_train()
 
     def construct(self, x):
+        if self.function:
+            def rest(x, depth=1):  # reaches itself
+                return rest(x, 0) if depth else self.norm(self.up(x))
+            return ms.recompute(lambda x: ops.tanh(self.down(rest(x))), x, use_reentrant=False)
         if not self.alone:
             return ops.tanh(self.down(self.norm(self.up(x))))
         ops.assign_add(self.count, Tensor(0.5))
@@ -214,15 +218,16 @@ def state(net):
 
 
 @pytest.mark.parametrize("spread", ["no mesh", "replicate", "fully_shard", "of the cell", "zero1"])
-@pytest.mark.parametrize("again", ["all", "of norm", "mindspore"])
+@pytest.mark.parametrize("again", ["all", "of norm", "mindspore", "of a function"])
 def test_what_a_forward_writes_is_written_once(spread, again):
     net, plain = Counted(), Counted()
-    if spread != "no mesh":  # numbers that a cell makes itself are plain
+    if spread != "no mesh" or again == "of a function":  # numbers that a cell makes itself are plain
         for n in (net, plain):
             n.alone = False
+    net.function = again == "of a function"
     net = SPREAD[spread](net)
     {"all": md.checkpoint_wrapper, "of norm": lambda net: md.checkpoint_wrapper(net.norm),
-     "mindspore": lambda net: net.recompute()}[again](net)
+     "mindspore": lambda net: net.recompute(), "of a function": lambda net: net}[again](net)
     for train in (True, True, False, True):
         net.set_train(train)
         plain.set_train(train)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -122,6 +123,8 @@ class _Forward:
         # what it is given to call, beside its own cells: others may stand in the slots of these, too
         self.called: list[nn.Cell] = [] if cell is None else [cell, *leaves(self.given, nn.Cell)]
         self.cells = [c for called in self.called for _, c in called.cells_and_names()]
+        # a function may reach a whole model: of that only its statistics are looked after
+        self.reached = [] if cell is not None else _reached_by(run, (args, kwargs))
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
         stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
@@ -171,12 +174,14 @@ class _Forward:
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
-        known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
-        kind = *(c.training for c in self.cells), *map(id, self.called[1:])
-        written = known.get(kind) if executing() is None else set()  # where nothing has values, none changes
+        cells = [*self.cells, *self.reached]
+        known = cells[0].__dict__.setdefault(_WRITES, {}) if cells else {}
+        kind = *(c.training for c in cells), *map(id, self.called[1:]), getattr(self.run, "__code__", None)
+        # where nothing has values, none changes
+        written = known.get(kind) if cells and executing() is None else set()
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
-        was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
+        was = [(c, dict(c.__dict__)) for c in cells] if written is None else []
         yield
         if written is None:
             self.before = {k: x for k, x in self.before.items() if not same_bits(x, local_alias(slots[k]))}
@@ -190,8 +195,9 @@ class _Forward:
     def _slots(self) -> dict[Any, Tensor]:
         """Arguments by number; parameters and buffers by number of the cell and name."""
         return {**dict(enumerate(leaves(self.given, Tensor))), **{
-            (n, name): x for n, c in enumerate(self.cells) for held in (c._params, c._buffers)
-            for name, x in held.items() if isinstance(x, Tensor)}}
+            (n, name): x for n, c in enumerate([*self.cells, *self.reached]) for held in (c._params, c._buffers)
+            for name, x in held.items() if isinstance(x, Tensor)
+            and (n < len(self.cells) or x.ndim < 2 and not (isinstance(x, Parameter) and x.requires_grad))}}
 
     def _ask(self, name: str, args: tuple):
         kept = _Kept() if self.keeps(modes.canonical(name), args) else None
@@ -342,6 +348,32 @@ class _StandIn(Function):
     @staticmethod
     def forward(ctx, kept):
         return ops.stop_gradient(kept)
+
+
+def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
+    """Cells that a function is given, is a method of, or finds in its closure, also by functions and lists there."""
+    found: dict[nn.Cell, None] = dict.fromkeys(leaves(given, nn.Cell))
+    seen, stack = set[int](), list[Any]([function])
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, nn.Cell):
+            found[x] = None
+        elif isinstance(x, list | tuple):
+            stack += x
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, partial):
+            stack += x.func, x.args, x.keywords
+        elif isinstance(x, MethodType):
+            stack += x.__func__, x.__self__
+        elif isinstance(x, FunctionType):
+            for cell in x.__closure__ or ():
+                with suppress(ValueError):  # nothing is in it yet
+                    stack.append(cell.cell_contents)
+    return list({inside: None for c in found for _, inside in c.cells_and_names()})
 
 
 def _without_values(x: Tensor) -> Tensor:
