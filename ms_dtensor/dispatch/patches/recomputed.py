@@ -261,7 +261,8 @@ class _Forward:
         if self.written is None:
             raise OpRuleError(f"For 'checkpoint_wrapper', a gradient was asked for inside of {self._name()}.", "",
                               "What is recomputed keeps nothing that a backward inside of it could read.",
-                              ("checkpoint_wrapper(cell) of cells beside the gradient", "leave this cell out of checkpoint_wrapper"))
+                              ("checkpoint_wrapper(cell) of cells beside the gradient",
+                               "leave this cell out of checkpoint_wrapper"))
         given = enumerate(zip(leaves(self.given, Tensor), self.noted))
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
