@@ -362,10 +362,9 @@ def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
         seen.add(id(x))
         if isinstance(x, nn.Cell):
             found[x] = None
-        elif isinstance(x, list | tuple):
-            stack += x
-        elif isinstance(x, dict):
-            stack += x.values()
+        elif isinstance(x, list | tuple | dict):
+            if len(x) < 1024:  # longer ones are data
+                stack += x.values() if isinstance(x, dict) else x
         elif isinstance(x, partial):
             stack += x.func, x.args, x.keywords
         elif isinstance(x, MethodType):
