@@ -181,7 +181,7 @@ class ArrayOps(TensorOps):
 
     @staticmethod
     def of(x: Tensor) -> Any:
-        return x.asnumpy()
+        return host_array(x)
 
     @staticmethod
     def tensor(x: Any) -> Tensor:

@@ -6,6 +6,8 @@ the parameters that were asked for.
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import mindspore as ms
 from mindspore import Tensor, mint, nn, ops
 
@@ -15,7 +17,7 @@ from ms_dtensor.errors import LayoutError
 from ms_dtensor.internals.names import Function
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
-from tests.dist.support import counted, crossed, each, equal_each, equal_values, refusal
+from tests.dist.support import counted, crossed, each, equal, equal_each, equal_values, refusal
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import ROWS, WAYS, Mul, alike, data_mesh, filled, rows_of, twins
 from tests.tiers import sampled
@@ -180,6 +182,20 @@ def a_penalty_on_the_gradient_of_the_input_reaches_all_weights(world):
         gathers[way, cells] = count["all_gather", "forward"], count["all_gather", "backward"]
     assert gathers["fully_shard", ""] == (1, 1) and gathers["fully_shard", "low high"] == (2, 2), gathers
     assert gathers["zero1", ""] == gathers["kept", ""] == (1, 0), gathers  # of three forwards and backwards
+
+
+@case(2)
+def a_penalty_on_a_frozen_critic(world):
+    """No gradient of a parameter comes: the inner backward leaves the unit by its inputs, and the outer one comes back."""
+    @each([(device, way, cells) for device in ("cpu", "npu") for way, cells in (("fully_shard", ""), ("kept", "low high"))])
+    def steps(device, way, cells):
+        with rehearsed(clock=False) if device == "npu" else nullcontext():
+            mesh = data_mesh(world, device)
+            plain, net = twins(Outer, way, mesh, cells)
+            for p in (*plain.get_parameters(), *net.get_parameters()):
+                p.requires_grad = False
+            equal(ms.grad(steep(net))(rows_of(mesh)), ms.grad(steep(plain))(Tensor(ROWS)), "rows")
+            assert not any(unit.whole for unit in units_of(net))
 
 
 @case(2)
