@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_dtensor import DFunction, Shard, distribute_tensor, grad, init_device_mesh, local_map, value_and_grad
 from ms_dtensor.errors import LayoutError, OpRuleError
-from tests.dist.operands import Built
+from tests.dist.operands import Built, P, R, S
 
 X = Tensor(np.array([1.0, 2.0, 3.0], np.float32))
 Y = Tensor(np.array([0.5, -1.0, 2.0], np.float32))
@@ -216,3 +216,18 @@ def test_tensors_in_a_dataclass_are_laid_out_as_those_of_a_list():
     assert run(x, Batch(3, x)).full_tensor().asnumpy().ravel().tolist() == [3.0, 12.0]
     with pytest.raises(LayoutError, match="argument 1.* is a DTensor, but 'in_placements' has None"):
         local_map(scaled, [Shard(0)], ([Shard(0)], None), device_mesh=mesh)(x, Batch(3, x))
+
+
+@pytest.mark.parametrize(("says", "call"), [
+    ("'redistribute_inputs' is off", lambda x: local_map(ops.tanh, [S(0)], ([R],))(x)),
+    ("2 entries for 1 arguments", lambda x: local_map(ops.tanh, [S(0)], ([S(0)], [S(0)]))(x)),
+    ("cannot become Partial", lambda x: local_map(ops.tanh, [P], ([P],), redistribute_inputs=True)(x)),
+    ("result 0 is a int", lambda x: local_map(lambda a: 1, [S(0)])(x)),
+    ("is a DTensor already", lambda x: local_map(lambda a: x, [S(0)])(x)),
+    ("2 entries for one result", lambda x: local_map(ops.tanh, ([S(0)], [S(0)]))(x)),
+    ("'in_grad_placements' has 2", lambda x: local_map(ops.tanh, [S(0)], ([S(0)],), in_grad_placements=([R], [R]))(x))])
+def test_what_is_declared_wrong_is_said(says, call):
+    """On one rank; that ranks say the same, and send nothing, is asked by tests/dist/cases_refusals.py."""
+    x = distribute_tensor(X, init_device_mesh("cpu", (1,)), [S(0)])
+    with pytest.raises(LayoutError, match=says):
+        call(x)
