@@ -24,7 +24,7 @@ def _private(module: str, name: str) -> Any:
 NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
 TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
 GroupOptions = _private("mindspore._c_expression", "GroupOptions")  # what a communicator is made with
-_Function = _private("mindspore.common._grad_function", "_Function")
+Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
 executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
 # the engine below `executor.grad`; only recordings need it, and their probe refuses a release without it
 run_backward: Any = getattr(import_module("mindspore._c_expression"), "run_backward", None)
@@ -50,16 +50,6 @@ pijit_context = _private("mindspore.graph._utils", "pijit_context")
 TensorHookHandle = _private("mindspore.common.hook_handle", "_TensorHookHandle")
 HookBackward = _private("mindspore.ops.operations.debug_ops", "HookBackward")
 InsertGradientOf = _private("mindspore.ops.operations.debug_ops", "InsertGradientOf")
-
-
-class Function(_Function):  # type: ignore[misc, valid-type]
-    """An autograd node written in Python.
-
-    MindSpore's own `apply` looks at each call for a `setup_context`, which no node here has, before it calls the C++ method
-    below: 0.8 us of 5.5.
-    """
-
-    apply = vars(_Function.__base__).get("apply", vars(_Function)["apply"])
 
 
 def device_stack() -> list:
