@@ -275,12 +275,13 @@ class Redistribute(Function):
 def _view(x):
     # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
     # most CPU kernels copy a view, at every use; of a view, this copies
-    dry, large = executing(), math.prod(x._shape) >= _LARGE
-    if not on_cpu() or dry is not None and large:
-        return x.view(x._shape)
-    if dry is not None:
-        return dry.on_storage_of(x, x._shape, True)
-    return Tensor.from_numpy(Tensor.asnumpy(x)) if large else x.view(x._shape)
+    if on_cpu():
+        dry, large = executing(), math.prod(x._shape) >= _LARGE
+        if large and dry is None:
+            return Tensor.from_numpy(Tensor.asnumpy(x))
+        if dry is not None and not large:
+            return dry.on_storage_of(x, x._shape, True)
+    return x.view(x._shape)
 
 
 def _as_summand(x, src: Layout, dst: Layout):

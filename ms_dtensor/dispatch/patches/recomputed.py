@@ -122,12 +122,12 @@ class _Forward:
         self.given = map_leaves(_without_memo, (args, kwargs), Tensor)
         # what it is given to call, beside its own cells: others may stand in the slots of these, too
         self.called: list[nn.Cell] = [] if cell is None else [cell, *leaves(self.given, nn.Cell)]
-        self.cells = [c for called in self.called for _, c in called.cells_and_names()]
-        # a function may reach a whole model: of that only its statistics are looked after
-        self.reached = [] if cell is not None else _reached_by(run, (args, kwargs))
+        called = _reached_by(run, (args, kwargs)) if cell is None else self.called
+        self.cells = [c for one in called for _, c in one.cells_and_names()]
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
-        stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
+        # a function may reach a whole model: of that only its statistics are looked after
+        stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values() if cell is not None]
         params = [x if own is None else own for x, own in stands]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
         self.written: list[int] | None = None  # how often these had been written when the first run was over
@@ -174,14 +174,13 @@ class _Forward:
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
-        cells = [*self.cells, *self.reached]
-        known = cells[0].__dict__.setdefault(_WRITES, {}) if cells else {}
-        kind = *(c.training for c in cells), *map(id, self.called[1:]), getattr(self.run, "__code__", None)
+        known = self.cells[0].__dict__.setdefault(_WRITES, {}) if self.cells else {}
+        kind = *(c.training for c in self.cells), *map(id, self.called[1:]), getattr(self.run, "__code__", None)
         # where nothing has values, none changes
-        written = known.get(kind) if cells and executing() is None else set()
+        written = known.get(kind) if self.cells and executing() is None else set()
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
-        was = [(c, dict(c.__dict__)) for c in cells] if written is None else []
+        was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
         yield
         if written is None:
             self.before = {k: x for k, x in self.before.items() if not same_bits(x, local_alias(slots[k]))}
@@ -195,9 +194,9 @@ class _Forward:
     def _slots(self) -> dict[Any, Tensor]:
         """Arguments by number; parameters and buffers by number of the cell and name."""
         return {**dict(enumerate(leaves(self.given, Tensor))), **{
-            (n, name): x for n, c in enumerate([*self.cells, *self.reached]) for held in (c._params, c._buffers)
+            (n, name): x for n, c in enumerate(self.cells) for held in (c._params, c._buffers)
             for name, x in held.items() if isinstance(x, Tensor)
-            and (n < len(self.cells) or x.ndim < 2 and not (isinstance(x, Parameter) and x.requires_grad))}}
+            and (self.cell is not None or x.ndim < 2 and not (isinstance(x, Parameter) and x.requires_grad))}}
 
     def _ask(self, name: str, args: tuple):
         kept = _Kept() if self.keeps(modes.canonical(name), args) else None
@@ -353,15 +352,15 @@ class _StandIn(Function):
 
 def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
     """Cells that a function is given, is a method of, or finds in its closure, also by functions and lists there."""
-    found: dict[nn.Cell, None] = dict.fromkeys(leaves(given, nn.Cell))
-    seen, stack = set[int](), list[Any]([function])
+    found: list[nn.Cell] = []
+    seen, stack = set[int](), list[Any]([function, *leaves(given, nn.Cell)])
     while stack:
         x = stack.pop()
         if id(x) in seen:
             continue
         seen.add(id(x))
         if isinstance(x, nn.Cell):
-            found[x] = None
+            found.append(x)
         elif isinstance(x, list | tuple | dict):
             if len(x) < 1024:  # longer ones are data
                 stack += x.values() if isinstance(x, dict) else x
@@ -373,7 +372,7 @@ def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
             for cell in x.__closure__ or ():
                 with suppress(ValueError):  # nothing is in it yet
                     stack.append(cell.cell_contents)
-    return list({inside: None for c in found for _, inside in c.cells_and_names()})
+    return found
 
 
 def _without_values(x: Tensor) -> Tensor:
