@@ -12,7 +12,7 @@ from ms_dtensor import DTensor, distribute_tensor, init_device_mesh, loss_parall
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
 from tests.dist.operands import R, S, data
-from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
+from tests.dist.support import counted, equal, equal_steps, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
 LABELS = np.array([0, 10, -100, 4, -100, 7], np.int32)
@@ -188,6 +188,46 @@ def the_block_refuses_to_gather_logits(world, line):
     with md.implicit_replication(), loss_parallel(), loss_parallel():
         assert isinstance(x + data(1, 12), DTensor)
     assert modes.mode.get() is modes.DEFAULT
+
+
+class Attends(nn.Cell):
+    """Two heads, products of three dims: a batch of one row has no second rank's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 8), nn.Dense(8, 7, has_bias=False)
+        self.q, self.k, self.v, self.o = (nn.Dense(8, 8, has_bias=False) for _ in range(4))
+
+    def construct(self, ids):
+        rows, tokens = ids.shape
+        x = self.table(ids.reshape(-1)).reshape(rows, tokens, 8)
+        q, k, v = (cell(x).reshape(rows, tokens, 2, 4).swapaxes(1, 2) for cell in (self.q, self.k, self.v))
+        y = ops.matmul(ops.softmax(ops.matmul(q, k.swapaxes(2, 3)), -1), v)
+        return self.head(x + self.o(y.swapaxes(1, 2).reshape(rows, tokens, 8)))
+
+
+def any_number_of_rows_trains_inside_the_block(world, grid):
+    """Of one row products would cut the tokens, which attention gathers; of one token a rank's values are one number a head."""
+    def cell():
+        return md.ColwiseParallel(use_local_output=False)
+    plan = {"q": cell(), "k": cell(), "v": cell(), "o": md.RowwiseParallel(use_local_output=False),
+            "head": md.ColwiseParallel(use_local_output=False, output_layouts=S(-1))}
+
+    def cross_entropy(net):
+        return lambda x, y: ops.cross_entropy(net(x).reshape(-1, 7), y.reshape(-1))
+    for rows, tokens in ((2, 5), (1, 5), (3, 5), (2, 1), (1, 1)):
+        plain, net = Attends(), Attends()
+        for i, (p, q) in enumerate(zip(plain.get_parameters(), net.get_parameters())):
+            p.set_data(data(i, *p.shape) / 3)
+            q.set_data(data(i, *p.shape) / 3)
+        rng = np.random.default_rng(9)
+        x, y = (Tensor(rng.integers(0, 7, (rows, tokens)).astype(np.int32)) for _ in range(2))
+        net = md.replicate(md.parallelize_module(net, grid["tp"], plan), mesh=grid["dp"])
+        with loss_parallel():
+            got = value_and_grad(cross_entropy(net), None, net.trainable_params())(*(
+                distribute_tensor(t, grid, {"dp": S(0)}) for t in (x, y)))
+        want = ms.value_and_grad(cross_entropy(plain), None, plain.trainable_params())(x, y)
+        equal_steps(got, want, net.trainable_params())
 
 
 def labels_that_are_no_class_are_refused_by_all_ranks(world, grid):

@@ -83,6 +83,15 @@ def test_views_need_even_shards():
     assert choose(odd, RULES["reshape"](odd), (x,)).targets[0].dim_axes[2] == ()
 
 
+@pytest.mark.parametrize("shape, cut, no_gather, left", [
+    ((1, 6, 8), 0, False, S(0)), ((6, 1, 8), 1, False, S(0)),  # the tokens are cut in its place: least to move
+    ((1, 6, 8), 0, True, R), ((6, 1, 8), 1, True, R), ((2, 6, 8), 0, True, S(0))])
+def test_a_batch_of_one_row_cuts_no_other_dim_where_none_may_be_gathered(shape, cut, no_gather, left):
+    c = call("reshape", shape, names=("input",), shape=(shape[0] * shape[1], 8))
+    x = Layout(MESH, [S(cut), R], shape)
+    assert choose(c, RULES["reshape"](c), (x,), no_gather=no_gather).outs[0].placements == (left, R)
+
+
 def test_a_shape_that_does_not_fit_is_explained():
     with pytest.raises(OpRuleError, match="It has 6 elements, the new shape 8"):
         infer_shape((2, 3), (2, 4))

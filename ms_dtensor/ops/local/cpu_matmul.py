@@ -12,13 +12,16 @@ from .run import zeros_of
 
 def matmul(input, other):
     """`Mm`, `Mv`, `Dot`, and `MatMulExt` itself, whose backward in MindSpore 2.10 fails, or gives a gradient of another
-    rank, for some operands of unlike rank with leading dims of extent 1; like ranks and plain matrices are safe."""
+    rank, for some operands of unlike rank with leading dims of extent 1, and for a column times a row with such dims;
+    other operands of like rank and plain matrices are safe."""
     a, b = input._shape, other._shape
     if len(a) > 2 and len(b) > 2 and len(a) != len(b):
         n = max(len(a), len(b))
         input, other = (mint.reshape(x, (*(1,) * (n - len(x._shape)), *x._shape)) for x in (input, other))
     elif len(a) > 2 and len(b) <= 2 and math.prod(a[:-1]) == 1:
         return mint.reshape(mint.matmul(mint.reshape(input, (1, a[-1])), other), (*a[:-1], *b[1:]))
+    elif len(a) > 2 and a[-1] == 1 == math.prod(a[:-2]) and math.prod(b[:-2]) == 1:
+        return mint.reshape(mint.matmul(mint.reshape(input, a[-2:]), mint.reshape(other, b[-2:])), (*a[:-1], b[-1]))
     return mint.matmul(input, other)
 
 

@@ -85,7 +85,8 @@ def matmul(call: Call) -> OpSpec:
     def local(at: Local) -> LocalCall | None:
         mine = at.in_shape(x.index)
         unlike = x.ndim > 2 and (y.ndim > 2 and x.ndim != y.ndim or y.ndim <= 2 and prod(mine[:-1]) == 1)
-        return LocalCall("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
+        single = x.ndim == y.ndim > 2 and mine[-1] == 1 == prod(mine[:-2])
+        return LocalCall("matmul", (x, y)) if (unlike or single) and "transpose_a" not in call.args else None
     return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))),
                   local, any_rows=True)
 

@@ -48,7 +48,8 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         spec: what its rule says.
         layouts: of the operands.
         keep: the first operand is written: it stays where it is, and the result is there too.
-        no_gather: to gather a sharded dim of logits is the last resort, however little there is to move.
+        no_gather: to gather a sharded dim of logits is the last resort, however little there is to move. So is to cut
+            another dim in the place of one of size 1: of a batch of one row attention gathers it, which is refused then.
 
     Raises:
         OpRuleError: an operand is not whole where the result's shape depends on data, or a dim is cut that must not be;
@@ -138,7 +139,8 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel, no_ga
         if want.is_partial():
             return None
         changed += 1
-        if no_gather and n > 1 and have.is_shard() and gathers(layout, have.dim):
+        if no_gather and n > 1 and have.is_shard() and (
+                gathers(layout, have.dim) or layout.shape[have.dim] == 1 and want.is_shard()):
             seconds = inf
         after = size * n if have.is_shard() and not want.is_shard() else \
             size // n if want.is_shard() and not have.is_shard() else size
