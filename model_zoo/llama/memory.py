@@ -12,8 +12,9 @@ Of a pipeline it is the rank that needs most; its stages and what they hold at o
 cut over ranks each rank's are taken to be chosen equally often; with context parallelism a rank is taken to fetch all keys
 and to keep them, but for a ring's.
 
-Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what autograd saves
-of a small model on a fake mesh. MindSpore's and CANN's own memory, and what lies between tensors, come on top.
+Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what dry runs hold,
+`tests/debug/test_dry_run.py` these with what autograd saves. MindSpore's and CANN's own memory, and what lies between
+tensors, come on top.
 """
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from ...dispatch.operands import DIFFERENTIABLE, dtype_name
 from .pool import Pool
 
 _MOST = 2**31 - 1
+_NOTHING: dict[str, np.ndarray] = {}
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
@@ -161,10 +162,10 @@ def nameless(shape, dtype) -> Tensor:
 
 def nothing(dtype) -> np.ndarray:
     """[2]: what a value that nobody knows reads as: NaN, so that a loss that is printed is no number; 0 of integers."""
-    out = np.zeros(2, numpy_dtype(dtype))
-    if dtype_name(dtype).startswith(DIFFERENTIABLE):
-        out.fill(np.nan)
-    return out
+    name = dtype_name(dtype)
+    if name not in _NOTHING:  # kept: of bfloat16 MindSpore takes 2 ms to make a number, and a dry run has thousands
+        _NOTHING[name] = np.full(2, np.nan if name.startswith(DIFFERENTIABLE) else 0, numpy_dtype(dtype))
+    return _NOTHING[name].copy()
 
 
 def dtype_of(name: str) -> Any:
