@@ -13,30 +13,8 @@ from memory_scenarios import bounded, held, parted  # noqa: F401  worker.py asks
 BESIDE = os.pipe()  # of all ranks, which are forks: what they tell each other without the engine
 
 
-class Arrays:
-    """The engine as the contract sees it."""
-
-    exact = True
-    dtypes = contract.ALL
-
-    def __init__(self, engine):
-        self._e = engine
-
-    def __getattr__(self, name):
-        return getattr(self._e, name)
-
-    def scatter(self, x, dim, sizes, src, ranks, shape, dtype):
-        return self._e.scatter(x, dim, sizes, src, ranks, shape=shape, dtype=dtype)
-
-    def send(self, x, dst):
-        self._e.exchange([(dst, x)], [])
-
-    def recv(self, shape, dtype, src):
-        return self._e.exchange([], [(src, shape, dtype)])[0]
-
-
 def suite(e, rank, size):
-    return contract.run_all(Arrays(e), rank, size)
+    return contract.run_all(contract.Arrays(e), rank, size)
 
 
 def inplace(e, rank, size):

@@ -36,8 +36,7 @@ def forever(me: Rank) -> None:
     """Random collectives over random groups and sizes; the same on every rank. Each is awaited before the next: what a
     pending one would raise is told by the next call otherwise, which says that this process's communication has ended."""
     for number in itertools.count():
-        me.step(number)
-        me.settle()
+        me.step(number, beside=False)
 
 
 def kill_once(size: int, seed: int) -> dict:

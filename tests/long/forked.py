@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ms_dtensor.comm.record import user_site
 from ms_dtensor.comm.shm.engine import Engine
+from ms_dtensor.comm.shm.rows import RowsEngine
 from tests.comm.left import left_of
 
 _count = 0
@@ -103,7 +104,7 @@ class Job:
     def _rank(rank: int, size: int, name: str, run, timeout: float, started: int) -> dict:
         e, out = None, {"rank": rank}
         try:
-            e = Engine(rank, size, name, timeout=timeout, start_timeout=30, site=user_site)
+            e = RowsEngine(rank, size, name, timeout=timeout, start_timeout=30, site=user_site)
             e.barrier(tuple(range(size)))
             os.write(started, b".")
             out["result"] = run(e, rank)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random collectives on random groups and sizes for a long time, every result checked, memory and handles watched.
+"""The contract of collectives on random groups for a long time, every result checked, memory and handles watched.
 
     python -m tests.long.soak [--minutes 10] [--ranks 4] [--seed 0]
 
-Ranks are forked processes on the shm engine, without MindSpore. Every call is made by all members of a group in one order,
-which all derive from the seed; a rank outside the group goes on, so ranks drift apart as far as their groups allow. Prints
-JSON, exits non-zero on a wrong result, an error, or growth after the first fifth of the time. What libc keeps of freed
-memory is given back before each look: how much it keeps depends on the order of sizes, up to 40 MiB here. Blocks for
-results are kept on purpose, so shared memory is compared with the most that all ranks may keep.
+Ranks are forked processes on the shm engine, without MindSpore. Every case of `tests/comm/contract.py` is made by all
+members of a group in one order, which all derive from the seed; a rank outside the group goes on, so ranks drift apart as
+far as their groups allow. Prints JSON, exits non-zero on a wrong result, an error, or growth after the first fifth of the
+time. What libc keeps of freed memory is given back before each look: how much it keeps depends on the order of sizes, up to
+40 MiB here. Blocks for results are kept on purpose, so shared memory is compared with the most that all ranks may keep.
 """
 import argparse
 import ctypes
@@ -22,12 +22,12 @@ import numpy as np
 
 from ms_dtensor.comm.shm.arena import KEEP
 from ms_dtensor.comm.shm.engine import Engine
+from tests.comm.contract import CASES, Arrays, reduced, same
 from tests.long.forked import Job, left_over
 
-DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
+DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)
-WHAT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "exchange", "objects", "barrier")
-EVERY = 200  # steps between looks at the clock and at memory
+EVERY = 10  # steps between looks at the clock and at memory
 GROWTH = 16 << 20  # bytes that a rank's memory may differ by
 IN_USE = 32 << 20  # shared memory of a rank beside the blocks it keeps: buffers of the engine, results that are alive
 
@@ -37,86 +37,22 @@ class Rank:
 
     def __init__(self, engine: Engine, rank: int, size: int, seed: int):
         self.e, self.rank, self.size, self.seed = engine, rank, size, seed
-        self.pending: list = []
         self.checked = 0
 
-    def data(self, step: int, rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """What a rank gives in a step; small integers, so that sums are exact in any order and dtype."""
-        n = int(np.prod(shape))
-        x = (np.arange(n, dtype=np.int64) * 7 + 3 * step + 5 * rank) % 4
-        return x.astype(dtype).reshape(shape)
-
-    def same(self, what: str, got: np.ndarray, want: np.ndarray) -> None:
-        self.checked += 1
-        if got.shape != want.shape or got.dtype != want.dtype or not np.array_equal(got, want):
-            raise AssertionError(f"{what}: wrong result {got.dtype}{got.shape}, expected {want.dtype}{want.shape}")
-
-    def step(self, number: int) -> None:
-        """One call, the same on all members of its group."""
+    def step(self, number: int, beside: bool = True) -> None:
+        """A case of the contract, the same on all members of its group; `beside`: now and then while a sum is under way."""
         rng = random.Random((self.seed << 32) + number)
         size = rng.randint(2, self.size)
         group = tuple(rng.sample(range(self.size), size)) if rng.random() < 0.5 else tuple(range(self.size))
-        what, dtype, later = rng.choice(WHAT), rng.choice(DTYPES), rng.random() < 0.2
-        sizes = [rng.randrange(4) for _ in group] if rng.random() < 0.5 else [rng.randrange(1, 3)] * len(group)
-        inner, src, op, wait = rng.choice(COUNTS), rng.choice(group), rng.choice(("sum", "max", "min")), rng.random() < 0.7
+        case, later, count, dtype = rng.choice(CASES), rng.random() < 0.2, rng.choice(COUNTS), rng.choice(DTYPES)
         if self.rank not in group:
             return
-        if op == "sum" and dtype == "bool":
-            op = "max"
-        x, want = self._call(what, number, group, dtype, sizes, inner, src, op, later)
-        if x is None:
-            return
-        self.pending.append((what, x, want))
-        if wait or not later:
-            self.settle()
-
-    def settle(self) -> None:
-        """Checks the results that are due."""
-        for what, x, want in self.pending:
-            self.same(what, x.wait() if hasattr(x, "wait") else x, want)
-        self.pending.clear()
-
-    def _call(self, what, number, group, dtype, sizes, inner, src, op, later):
-        """The result of a call (or a handle), and what it must be."""
-        e, n, me = self.e, len(group), group.index(self.rank)
-
-        def given(shape) -> list[np.ndarray]:
-            return [self.data(number, r, shape(i), dtype) for i, r in enumerate(group)]
-        at = np.cumsum([0, *sizes])
-
-        def reduced(xs):
-            return {"sum": sum, "max": np.maximum.reduce, "min": np.minimum.reduce}[op](xs).astype(dtype)
-        if what == "all_reduce":
-            xs = given(lambda i: (inner,))
-            return e.all_reduce(xs[me], op, group, async_op=later), reduced(xs)
-        if what == "all_gather":
-            xs = given(lambda i: (2, sizes[i], inner // 8))
-            return e.all_gather(xs[me], 1, sizes, group, async_op=later), np.concatenate(xs, 1)
-        if what == "reduce_scatter":
-            xs = given(lambda i: (sum(sizes), inner // 4))
-            return e.reduce_scatter(xs[me], op, 0, sizes, group, async_op=later), reduced(xs)[at[me]:at[me + 1]]
-        if what == "all_to_all":
-            xs = given(lambda i: (sum(sizes), 1 + i % 2, inner // 8))
-            joins = [1 + i % 2 for i in range(n)]
-            return (e.all_to_all(xs[me], 0, sizes, 1, joins, group, async_op=later),
-                    np.concatenate([x[at[me]:at[me + 1]] for x in xs], 1))
-        if what == "broadcast":
-            x = self.data(number, src, (inner,), dtype)
-            return e.broadcast(x if self.rank == src else np.zeros_like(x), src, group, async_op=later), x
-        if what == "scatter":
-            x = self.data(number, src, (sum(sizes), inner // 4), dtype)
-            return (e.scatter(x if self.rank == src else None, 0, sizes, src, group, shape=x.shape, dtype=x.dtype,
-                              async_op=later), x[at[me]:at[me + 1]])
-        if what == "exchange":
-            xs = given(lambda i: (inner,))
-            got = e.exchange([(group[(me + 1) % n], xs[me])], [(group[me - 1], (inner,), np.dtype(dtype))])
-            return got[0], xs[me - 1]
-        if what == "objects":
-            got = e.all_gather_object([number, self.rank], group)
-            self.same(what, np.array(got), np.array([[number, r] for r in group]))
-            return None, None
-        e.barrier(group)
-        return None, None
+        given = [(np.arange(count) % 4 + r).astype(dtype) for r in group]  # whole numbers: exact in any order and dtype
+        total = self.e.all_reduce(given[group.index(self.rank)], "sum", group, async_op=True) if beside and later else None
+        case(Arrays(self.e), self.rank, group)
+        if total is not None:
+            same(total.wait(), reduced(given, "sum"))
+        self.checked += 1
 
 
 def usage() -> dict[str, int]:
@@ -145,7 +81,6 @@ def soak(engine: Engine, rank: int, size: int, seed: int, seconds: float) -> dic
         for _ in range(EVERY):
             me.step(number)
             number += 1
-        me.settle()
         spent = engine.broadcast_object(time.monotonic() - started, 0, world)
         now = usage()
         if first is None and spent >= seconds / 5:
