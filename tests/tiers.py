@@ -50,6 +50,8 @@ LATER = (
     # -- jobs of their own: each starts msrun or a script, tens of seconds of processes
     Later("tests/zoo/test_llama_launch.py::test_signals_end_the_whole_job*", "merge",
           "eight jobs that wait two minutes; Ctrl-C and ends before the first step stay"),
+    Later("tests/zoo/test_llama_launch.py::test_what_ends_a_run*", "merge",
+          "four jobs; what is refused before any starts stays"),
     Later("tests/zoo/test_llama_launch.py::test_two_nodes_train*", "merge", "two jobs; words and addresses of nodes stay"),
     Later("tests/zoo/test_llama_launch.py::test_an_end_before_the_first_step*", "merge",
           "a job each; a killed rank and an end before any rank is there stay", keep=("[rank-rank", "[no_rank_yet")),

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from model_zoo.llama import launch
@@ -21,6 +23,7 @@ from model_zoo.llama.hold import hold
 from model_zoo.llama.launch import Nodes, after_signal, first_failure, msrun_command
 from model_zoo.llama.ranks import LAUNCHER as BY
 from model_zoo.llama.ranks import this_process
+from model_zoo.llama.token_file import write
 from model_zoo.llama.train import run
 from ms_dtensor.comm.shm import rendezvous
 from ms_dtensor.errors import ConfigError
@@ -79,11 +82,19 @@ def run_llama(nproc: int, *words: str, **env: str) -> subprocess.Popen:
     ([], {}, "parallel degrees make 2 ranks but 1 worker runs"),
     (["--max_restarts", "-1", "--parallel.tp", "1"], {}, "--max_restarts is out of range"),
     (["--checkpoint.resume", "nosuch", "--parallel.tp", "1"], {}, "nothing to go on from in 'nosuch'"),
-    (["--train.stesp", "3"], {}, "'train.steps' is the closest match"),
+    (["--train.stesp", "3"], {}, "'train.steps' is the closest match"), (["--optim.lr", "fast"], {}, "cannot be 'fast'"),
+    (["--config", "nowhere.yaml"], {}, "there is no file 'nowhere.yaml'"),
+    (["--metrics.trackers", "mlflow"], {}, "'tensorboard', 'wandb', 'swanlab'"),
+    (["--metrics.trackers", "[swanlab]", "--parallel.tp", "1"], {}, "'swanlab' is not installed"),
+    (["--data.path", "HERE", "--parallel.tp", "1"], {}, "does not begin as"),
+    (["--train.log_dir", "HERE/train.tokens/run", "--parallel.tp", "1"], {}, "cannot be written"),
+    (["--train.log_dir", "/proc/run", "--parallel.tp", "1"], {}, "cannot be written"),
     ([], {"NNODES": "2", "NODE_RANK": "1"}, "MASTER_PORT is not given"), ([], {"NNODES": "two"}, "invalid int value: 'two'"),
     ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_PORT": "29500"}, "Nodes count from 0"),
     (["--data.path", "/no/such"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_PORT": "29500"}, "holds no text")])
 def test_what_cannot_be_is_refused_once_and_starts_no_rank(tmp_path, words, env, said, monkeypatch, capfd):
+    (tmp_path / "train.tokens").write_bytes(b"no token file")
+    words = [word.replace("HERE", str(tmp_path)) for word in words]
     monkeypatch.setattr(launch, "Run", None)  # whoever starts ranks fails
     monkeypatch.setattr(sys, "argv", ["launch.py", "--workers", "1", "--config", str(TRAIN.parent / "configs/tiny.yaml"),
                                       *TINY[1:], "--train.log_dir", str(tmp_path), *words])
@@ -101,6 +112,52 @@ def test_the_script_hands_a_refusal_on(tmp_path):
     run = run_llama(1, *TINY, "--train.log_dir", str(tmp_path), "--train.stesp", "3")
     out = run.communicate(timeout=PATIENCE)[0]
     assert run.returncode == 2 and out.count("'train.steps' is the closest match") == 1 and "Traceback" not in out, out
+
+
+@contextmanager
+def small_disk(folder: Path, fills_when: str):
+    """A disk of 1 MiB, full at once, or as soon as the run has written a file of this name."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    ended = threading.Event()
+
+    def fill() -> None:
+        while fills_when and not list(folder.glob(f"**/{fills_when}")) and not ended.wait(0.2):
+            pass
+        with suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(512)):
+                pass
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        yield filler.join() if not fills_when else None
+    finally:
+        ended.set()
+        filler.join()
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("disk", "words", "said"), [
+    (None, ["--optim.lr", "1000", "--optim.clip_norm", "0", "--optim.warmup", "0"], "the guard ends the run"),
+    (None, ["--data.path", "HERE/tokens"], "tokens 0 to 1048576 are damaged"),
+    ("", [], "No space left on device"), ("metrics.jsonl", [], "No space left on device")],
+    ids=["diverges", "damaged", "full", "fills_up"])
+def test_what_ends_a_run_is_said_once(disk, words, said, tmp_path):
+    """By ranks at work, but for a disk that is full before."""
+    if disk is not None and os.geteuid() != 0:
+        pytest.skip("mounts a disk, which only root can")
+    (tmp_path / "tokens").mkdir()
+    for name in ("train", "held_out"):
+        with open(tmp_path / f"tokens/{name}.tokens", "w+b") as file:
+            write(file, "<u2", 256, 0, 4000, iter([np.arange(4000, dtype=np.uint16) % 251]))
+            file.seek(4001)
+            file.write(b"\xff")
+    with small_disk(tmp_path / "run", disk) if disk is not None else nullcontext():
+        run = run_llama(2, *TINY[:-1], "2000", "--train.log_dir", str(tmp_path / "run"),
+                        *(word.replace("HERE", str(tmp_path)) for word in words))
+        out = run.communicate(timeout=PATIENCE)[0]
+    assert run.returncode not in (0, -signal.SIGTERM) and out.count(said) == 1, out
 
 
 def test_a_port_that_somebody_has_is_refused():
