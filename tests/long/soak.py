@@ -27,7 +27,7 @@ from tests.long.forked import Job, left_over
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8")
 COUNTS = (0, 1, 7, 300, 5_000, 60_000, 400_000)
-EVERY = 10  # steps between looks at the clock and at memory
+EVERY = 40  # steps between looks at the clock and at memory
 GROWTH = 16 << 20  # bytes that a rank's memory may differ by
 IN_USE = 32 << 20  # shared memory of a rank beside the blocks it keeps: buffers of the engine, results that are alive
 
