@@ -11,6 +11,7 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
+from ms_dtensor.dispatch.held import GatedTensor
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import PipelineStage
 from tests.sharding.support import filled
@@ -113,8 +114,12 @@ class Place:
         self.x = x
 
 
-def test_between_the_parts_only_operands_of_products_are_held():
-    stage, x, saved = stage_of(CELLS["norm"][0](), False), drawn(4, 8), []
+@pytest.mark.parametrize(("layer", "saved_of", "taken_of"), [
+    (nn.Dense, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),  # of each product the activation and its result's gradient
+    (mint.nn.Linear, [(4, 8), (4, 8), (4, 8), (8, 8)], [])])  # with its bias it has a graph: the activation and the weight
+def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, taken_of):
+    net = nn.SequentialCell(nn.LayerNorm((8,)), layer(8, 8), nn.ReLU(), layer(8, 4))
+    stage, x, saved = stage_of(net, False), drawn(4, 8), []
 
     def pack(x):
         place = Place(x)
@@ -124,13 +129,17 @@ def test_between_the_parts_only_operands_of_products_are_held():
     def living() -> list[tuple[int, ...]]:
         gc.collect()
         return sorted(tuple(ref().x._shape) for ref in saved if ref() is not None)
+
+    def taken() -> list[tuple[int, ...]]:
+        return sorted(tuple(x._shape) for late in made._store.products for x in getattr(late, "args", ())
+                      if isinstance(x, Tensor) and type(x) is not GatedTensor)
     with ms.saved_tensors_hooks(pack, lambda place: place.x):
         made = stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts=True)
-    assert len(living()) > 4
+    assert len(living()) > 4 and not taken()
     made.backward_inputs(None, stage.params())
-    assert living() == [(4, 8), (4, 8), (4, 8), (8, 8)], "two products: an activation and a weight each"
+    assert living() == saved_of and taken() == taken_of
     made.backward_weights(stage.params())
-    assert not living()
+    assert not living() and not taken()
 
 
 def test_products_of_one_input_hold_it_once():
@@ -152,6 +161,48 @@ def test_products_of_one_input_hold_it_once():
         made = stage.record((drawn(4, 8),), {}, lambda y: (y ** 3).mean(), in_parts=True)
     assert len({at for shape, at in saved if shape == (4, 8)}) == 1, saved
     made.drop()
+
+
+MATRICES = ["Dense without bias", "Linear without bias", "matmul", "@", "transposed"]  # most have no graph of their own
+
+
+@pytest.mark.parametrize("name", MATRICES[:-1])  # MindSpore itself does not see that of a view's base
+def test_a_weight_that_is_written_to_between_the_forward_and_its_backward_is_refused(name):
+    stage = stage_of(CELLS[name][0](), False)
+    p, = stage.params()
+    made = stage.record((drawn(4, 8),), {}, None, in_parts=True)
+    p.copy_(drawn(*p.shape))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.backward_inputs(drawn(4, 4), [p])
+    made.drop()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("rows", [(4,), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("name", MATRICES)
+def test_products_of_what_is_recomputed(name, rows, trained):
+    """What runs again is the same product with one graph, which must save as many tensors in the same order."""
+    net = nn.SequentialCell(nn.Embedding(9, 8), CELLS[name][0](), nn.Tanh())
+    net[0].embedding_table.requires_grad = trained  # or the product's input has no gradient
+    stage, x, dy = stage_of(net, False), Tensor(RNG.integers(0, 9, rows), ms.int32), drawn(*rows, 4)
+    want = stage.record((x,), {}, None).backward([dy], stage.params())
+    net.recompute()
+    made = stage.record((x,), {}, None, in_parts=True)
+    got = made.backward_inputs([dy], stage.params()), made.backward_weights(stage.params())
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        np.testing.assert_array_equal(array(a), array(b))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_no_rows_give_a_weight_no_gradient(name):
+    """Of nothing to add up MindSpore's kernels write nothing, and what lay there would be a gradient."""
+    stage = stage_of(CELLS[name][0](), False)
+    p, = stage.params()
+    lain = [drawn(*p.shape) for _ in range(50)]
+    made = stage.record((drawn(0, 8),), {}, None, in_parts=True)
+    del lain
+    (dx,), (dw,) = made.backward([drawn(0, 4)], [p])
+    assert dx.shape == (0, 8) and dw.shape == p.shape and not dw.asnumpy().any()
 
 
 def test_parts_come_once_and_in_order():

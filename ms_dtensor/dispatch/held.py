@@ -4,21 +4,22 @@
 The rank before waits for a stage's input gradient and for nothing else, so gradients of weights may fill the time in which
 a rank would be idle. A *held product* of an activation and a weight has a small graph of its own, cut off at the
 activation; in the outer graph a node stands for it. Its backward asks the small graph for the activation's gradient, and
-keeps what came, to ask for the weight's later. Weights enter through *gates*, leaves with the values of a parameter: a
-parameter's own chain (hooks, the one node of a `fully_shard` unit, buckets) runs once, later, with the gate's gradients of
-both parts added up.
+keeps what came, to ask for the weight's later. Of plain matrices the node computes both itself, and there is no such graph.
+Weights enter through *gates*, leaves with the values of a parameter: a parameter's own chain (hooks, the one node of a
+`fully_shard` unit, buckets) runs once, later, with the gate's gradients of both parts added up.
 
 What is no such product (norms, embeddings, biases added apart) leads to its gate in the outer graph, and is done in the
 first part. So a product that is missed costs time, never a gradient.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, mint
 
 from ..comm.pretended import executing
 from ..core.tree import leaves
@@ -36,6 +37,12 @@ from .op_call import OpCall, op_name, refill
 from .operands import leaf_of, local_alias, make
 
 PRODUCTS = frozenset(("matmul", "linear"))  # as rules call them
+# Those that `_Plain` knows, as MindSpore calls them, by what follows x and w: whether w is transposed, and whether its
+# backward in MindSpore runs the classic `MatMul`, which transposes in the kernel: bits are to be the same.
+MATRICES: dict[str, dict[tuple, tuple[bool, bool]]] = {
+    "Dense": {(None,): (True, True)}, "MatMul": {(False, True): (True, True), (False, False): (False, True)},
+    "MatMulExt": {(): (False, False)}}
+Late = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # gives tensors that lead to weights, and the cotangent of each
 holding: ContextVar[Holding | None] = ContextVar("ms_dtensor_holding", default=None)  # of the forward under way
 
 
@@ -61,7 +68,8 @@ class Holding:
         self.weights: dict[int, Tensor] = {}  # gates, and what is theirs in another dtype, while the forward runs
         self.shared = False  # whether there is a node that both parts may run
         self.cut = frozenset[int]()  # while a product's own graph is recorded, ids of its leaves
-        self.products: list[tuple[Tensor, Tensor]] = []  # a small graph's result and its cotangent
+        self.plain: dict[int, Tensor] = {}  # by id of a gate that is a plain matrix of floating point, its values alone
+        self.products: list[Late] = []  # what each of them leaves for the second part
 
     def gate(self, x, kind: type | None = None, data: Tensor | None = None) -> Tensor:
         """The leaf that stands for a parameter, or for what a unit made of one, with the values of that or of `data`."""
@@ -80,6 +88,8 @@ class Holding:
                 out._layout = layout
                 if getattr(x, "_memo", None) is not None:
                     memo_of(out).partial_grad_axes, memo_of(out).reads = x._memo.partial_grad_axes, x._memo.reads
+            elif values.ndim == 2 and values.is_floating_point():
+                self.plain[id(out)] = values
             if isinstance(x, Parameter):
                 out.inited_param = x  # which cells list in its place
             self.gates[id(x)] = out, x
@@ -137,11 +147,55 @@ class _Held(Function):
         (store, cut, y), ctx.held = ctx.held, None
         asked = tuple([x for x in cut if x._requires_grad])
         found = run_backward((y,), (dy,), True, False, asked, True, accumulate_grad=False) if asked else ()
-        store.products.append((y, dy))
+        store.products.append(lambda: ((y, dy),))
         if len(found) == len(cut):  # as a rule
             return None, None, *found
         it = iter(found)
         return None, None, *(next(it) if x._requires_grad else None for x in cut)
+
+
+class _Plain(Function):
+    """`x @ w.T` or `x @ w` of a plain activation and a gate that is a matrix.
+
+    Its gradients are products, too, so it needs no graph: a recorded one, and a backward of its own, cost as much again.
+    """
+
+    @staticmethod
+    def forward(ctx, what: tuple, anchor, x):
+        run, after, w, transposed, *of = what
+        asked = x._requires_grad
+        # as MindSpore's own nodes do it: of what is recomputed the second run must save as many
+        ctx.save_for_backward(*((x, w) if asked or run.name == "Dense" else (x,)))
+        ctx.of = asked, transposed, *of
+        return run(x, w, *after)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, *w), (asked, transposed, classic, gate, products) = ctx.saved_tensors, ctx.of
+        products.append(partial(_of_weight, gate, transposed, classic, x, dy))
+        if not asked:
+            return None, None, None
+        if not classic:
+            return None, None, mint.matmul(dy, w[0].t())
+        dx = _classic(False, not transposed)(_rows(dy), w[0])
+        return None, None, dx if dx.ndim == x.ndim else dx.reshape(x._shape)
+
+
+def _of_weight(gate: Tensor, transposed: bool, classic: bool, x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    if 0 in x._shape:  # of no rows the kernel writes nothing: what lay there would be a gradient
+        return ()
+    a, b = (_rows(dy), _rows(x)) if transposed else (_rows(x), _rows(dy))
+    return (gate, _classic(True, False)(a, b) if classic else mint.matmul(a.t(), b)),
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.flatten(0, -2)
+
+
+@cache
+def _classic(a: bool, b: bool) -> Callable[..., Tensor]:
+    """The product of two matrices, of which these are transposed."""
+    return ms.ops.MatMul(a, b)
 
 
 class WeightGradients:
@@ -151,33 +205,24 @@ class WeightGradients:
     """
 
     def __init__(self, store: Holding, weights: Sequence[Tensor]):
-        self._box: list[Callable[[], Sequence[Tensor]]] = []
         self._products, self.anchor, self.cut = store.products, store.anchor, [detach(w) for w in weights]
+        self._weights = [w if w._requires_grad else None for w in weights]
         store.shared = store.shared or not all([w._is_leaf for w in weights])
-        self._node = _Weights.apply(self._box, *weights)
 
     def __call__(self, gradients: Callable[[], Sequence[Tensor]]) -> None:
         """`gradients()` are those of the weights, and holds what it needs for them."""
-        self._box.append(gradients)
-        if self._node._requires_grad:
-            self._products.append((self._node, self._node))
-
-
-class _Weights(Function):
-    """Leads from nothing that is read to weights."""
-
-    @staticmethod
-    def forward(ctx, box: list, *weights):
-        ctx.box = box
-        return Tensor([0.0], ms.float32)
-
-    @staticmethod
-    def backward(ctx, _):
-        return None, *ctx.box.pop()()
+        if any([w is not None for w in self._weights]):
+            self._products.append(lambda: [(w, g) for w, g in zip(self._weights, gradients()) if w is not None])
 
 
 def plain_product(store: Holding, func, args, kwargs) -> Any:
     """A call on plain tensors and gates, under the guard."""
+    if len(args) > 1 and not kwargs and (w := store.plain.get(id(args[1]))) is not None:
+        x, gate, *after = args
+        kinds = MATRICES.get(op_name(func))
+        kind = None if kinds is None else kinds.get(tuple(after))
+        if kind is not None and x.__class__ is Tensor and x.ndim > 1 and x.dtype == w.dtype:
+            return _Plain.apply((func, after, w, *kind, gate, store.products), store.anchor, x)
     primitive: Any = None
     if len(args) == 3 and isinstance(args[0], ms.ops.Primitive):
         primitive, _, args = args

@@ -155,9 +155,14 @@ class HeldRecording(Recording):
             raise OpRuleError("For 'HeldRecording.backward_weights', nothing is held.", "",
                               "It comes once, after backward_inputs, which leaves what it needs.", "backward_inputs first")
         store, gates = self._store, self._gates()
+        early, self._early = self._early, None  # whatever raises below: products go
         with apart(self._participants, list(params)):
-            late = self._gradients(store.products, gates)
-            sums = [_sum(a, b) for a, b in zip(self._early, late)]
+            store.products.reverse()
+            roots: list = []
+            while store.products:  # what one needed goes before the next is made
+                roots.extend(store.products.pop()())
+            late = self._gradients(roots, gates)
+            sums = [_sum(a, b) for a, b in zip(early, late)]
             roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]
             found = [_sum(a, b) for a, b in zip(self._direct, self._gradients(roots, list(params)))]
             if (dry := executing()) is not None:

@@ -7,8 +7,9 @@ B is a `Recording`'s backward, I and W those of a `HeldRecording`; F of each its
 of one thread on one core, which of them comes first changes with every round, and times are of the processor. Ratios are of
 medians and of minima; B beside itself, measured in the same way, says how far from 1 a ratio is by chance. `a_product_us`
 is what I and W take longer than B, over the number of held products; at "tiny" that is all that a held product adds. Held
-are the tensors that autograd has saved, counted by `saved_tensors_hooks`; those of NumPy's attention (`train.compile`),
-which keeps its own, are left out. Layers run as the recipe runs them on a CPU; `--plain` without the compiled attention.
+are the tensors that autograd has saved, counted by `saved_tensors_hooks`, and what products have taken out of there for W;
+those of NumPy's attention (`train.compile`), which keeps its own, are left out. Layers run as the recipe runs them on a CPU;
+`--plain` without the compiled attention.
 """
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def held(stage, x, dy) -> dict:
 
     def living() -> list[Tensor]:
         gc.collect()
-        return [place.x for ref in saved if (place := ref()) is not None]
+        taken = [x for late in recording._store.products for x in getattr(late, "args", ())]  # out of places, for later
+        return [place.x for ref in saved if (place := ref()) is not None] + [x for x in taken if type(x) is Tensor]
 
     def told() -> dict:
         there = {(t.data_ptr(), tuple(t._shape)): int(t.nbytes) for t in living()}
