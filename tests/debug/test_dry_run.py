@@ -223,7 +223,7 @@ def kept_by_forward(layout: str, recompute: bool, width: int, run=None) -> tuple
     before = run.memory().end["activations"] if run else 0
 
     def save(t: Tensor) -> Tensor:
-        if t.ndim == 3:  # activations; all others are parameters
+        if t.ndim == 3 or prod(t._shape) < 2**16:  # activations, and small weights, of whose views kernels make copies
             saved[Tensor.data_ptr(t)] = prod(t._shape) * t.itemsize
         return t
 
