@@ -11,7 +11,6 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor.dispatch.held import GatedTensor
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import PipelineStage
 from tests.sharding.support import filled
@@ -76,6 +75,10 @@ def stage_of(cell: nn.Cell, distributed: bool) -> PipelineStage:
     return PipelineStage(md.distribute_module(cell, mesh["tp"]) if distributed else cell, 0, 1, mesh["pp"])
 
 
+def given(stage: PipelineStage, x: Tensor, distributed: bool) -> Tensor:
+    return md.distribute_tensor(x, stage.mesh.root["tp"], [md.Replicate()]) if distributed else x
+
+
 def array(g) -> np.ndarray:
     return (g.full_tensor() if isinstance(g, md.DTensor) else g).asnumpy()
 
@@ -84,9 +87,8 @@ def array(g) -> np.ndarray:
 @pytest.mark.parametrize("name", CELLS)
 def test_two_parts_are_one(name, distributed):
     make, products = CELLS[name]
-    stage, xs = stage_of(make(), distributed), [drawn(4, 8) for _ in range(3)]
-    if distributed:
-        xs = [md.distribute_tensor(x, stage.mesh.root["tp"], [md.Replicate()]) for x in xs]
+    stage = stage_of(make(), distributed)
+    xs = [given(stage, drawn(4, 8), distributed) for _ in range(3)]
     params = stage.params()
     for _ in range(2):  # the second time calls are known
         whole = [stage.record((x,), {}, lambda y: (y ** 3).mean()) for x in xs]
@@ -114,12 +116,14 @@ class Place:
         self.x = x
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
 @pytest.mark.parametrize(("layer", "saved_of", "taken_of"), [
     (nn.Dense, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),  # of each product the activation and its result's gradient
     (mint.nn.Linear, [(4, 8), (4, 8), (4, 8), (8, 8)], [])])  # with its bias it has a graph: the activation and the weight
-def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, taken_of):
+def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, taken_of, distributed):
     net = nn.SequentialCell(nn.LayerNorm((8,)), layer(8, 8), nn.ReLU(), layer(8, 4))
-    stage, x, saved = stage_of(net, False), drawn(4, 8), []
+    stage, saved = stage_of(net, distributed), []
+    x = given(stage, drawn(4, 8), distributed)
 
     def pack(x):
         place = Place(x)
@@ -132,7 +136,7 @@ def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, t
 
     def taken() -> list[tuple[int, ...]]:
         return sorted(tuple(x._shape) for late in made._store.products for x in getattr(late, "args", ())
-                      if isinstance(x, Tensor) and type(x) is not GatedTensor)
+                      if type(x) is Tensor)  # not a weight
     with ms.saved_tensors_hooks(pack, lambda place: place.x):
         made = stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts=True)
     assert len(living()) > 4 and not taken()
@@ -177,14 +181,16 @@ def test_a_weight_that_is_written_to_between_the_forward_and_its_backward_is_ref
     made.drop()
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("rows", [(4,), (2, 3), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("name", MATRICES)
-def test_products_of_what_is_recomputed(name, rows, trained):
+def test_products_of_what_is_recomputed(name, rows, trained, distributed):
     """What runs again is the same product with one graph, which must save as many tensors in the same order."""
     net = nn.SequentialCell(nn.Embedding(9, 8), CELLS[name][0](), nn.Tanh())
     net[0].embedding_table.requires_grad = trained  # or the product's input has no gradient
-    stage, x, dy = stage_of(net, False), Tensor(RNG.integers(0, 9, rows), ms.int32), drawn(*rows, 4)
+    stage = stage_of(net, distributed)
+    x, dy = (given(stage, t, distributed) for t in (Tensor(RNG.integers(0, 9, rows), ms.int32), drawn(*rows, 4)))
     want = stage.record((x,), {}, None).backward([dy], stage.params())
     net.recompute()
     made = stage.record((x,), {}, None, in_parts=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint
@@ -37,13 +37,22 @@ from .op_call import OpCall, op_name, refill
 from .operands import leaf_of, local_alias, make
 
 PRODUCTS = frozenset(("matmul", "linear"))  # as rules call them
-# Those that `_Plain` knows, as MindSpore calls them, by what follows x and w: whether w is transposed, and whether its
-# backward in MindSpore runs the classic `MatMul`, which transposes in the kernel: bits are to be the same.
-MATRICES: dict[str, dict[tuple, tuple[bool, bool]]] = {
-    "Dense": {(None,): (True, True)}, "MatMul": {(False, True): (True, True), (False, False): (False, True)},
-    "MatMulExt": {(): (False, False)}}
 Late = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # gives tensors that lead to weights, and the cotangent of each
 holding: ContextVar[Holding | None] = ContextVar("ms_dtensor_holding", default=None)  # of the forward under way
+
+
+class Matrices(NamedTuple):
+    """What is known of a product of an activation and a matrix of weights."""
+
+    transposed: bool  # the matrix is
+    classic: bool  # MindSpore's backward runs `MatMul`, which transposes in the kernel, or else `mint.matmul`: bits
+    keeps_both: bool = False  # MindSpore's node does, whatever is asked: of what is recomputed, as many are saved each time
+
+
+KNOWN: dict[str, dict[tuple, Matrices]] = {  # by MindSpore's name of the op, and what follows the two
+    "Dense": {(None,): Matrices(True, True, True)},
+    "MatMul": {(False, True): Matrices(True, True), (False, False): Matrices(False, True)},
+    "MatMulExt": {(): Matrices(False, False)}}
 
 
 class GatedTensor(Tensor):
@@ -68,7 +77,6 @@ class Holding:
         self.weights: dict[int, Tensor] = {}  # gates, and what is theirs in another dtype, while the forward runs
         self.shared = False  # whether there is a node that both parts may run
         self.cut = frozenset[int]()  # while a product's own graph is recorded, ids of its leaves
-        self.plain: dict[int, Tensor] = {}  # by id of a gate that is a plain matrix of floating point, its values alone
         self.products: list[Late] = []  # what each of them leaves for the second part
 
     def gate(self, x, kind: type | None = None, data: Tensor | None = None) -> Tensor:
@@ -88,8 +96,6 @@ class Holding:
                 out._layout = layout
                 if getattr(x, "_memo", None) is not None:
                     memo_of(out).partial_grad_axes, memo_of(out).reads = x._memo.partial_grad_axes, x._memo.reads
-            elif values.ndim == 2 and values.is_floating_point():
-                self.plain[id(out)] = values
             if isinstance(x, Parameter):
                 out.inited_param = x  # which cells list in its place
             self.gates[id(x)] = out, x
@@ -109,9 +115,18 @@ class Holding:
         if all([id(x) in weights for x in given]) and isinstance(out, Tensor) and out._requires_grad:
             self.weight(out)
 
-    def product(self, run: Callable[..., Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """The result of a product of weights and others; `given`: operands before anything was done to them."""
+    def product(self, run: Callable[..., Tensor], operands: Sequence[Tensor], given: Sequence[Tensor],
+                known: Matrices | None = None) -> Any:
+        """The result of a product of weights and others, which `run` computes of operands.
+
+        `given` are operands before anything was done to them; `known`: `run` is MindSpore's function alone.
+        """
         weights = self.weights
+        if known is not None and id(given[1]) in weights and id(given[0]) not in weights:
+            x, w = operands
+            if w.ndim == 2 and x.ndim > 1 and x.dtype == w.dtype and x.is_floating_point():
+                return _OfMatrices.apply((known, run, w, self.products), self.anchor,
+                                         x if x.__class__ is Tensor else local_alias(x))
         others = [i for i, x in enumerate(given) if id(x) not in weights]
         xs = [operands[i] for i in others]
         if not others or len(others) == len(given) or not all([x._requires_grad or x.is_floating_point() for x in xs]):
@@ -154,38 +169,33 @@ class _Held(Function):
         return None, None, *(next(it) if x._requires_grad else None for x in cut)
 
 
-class _Plain(Function):
-    """`x @ w.T` or `x @ w` of a plain activation and a gate that is a matrix.
-
-    Its gradients are products, too, so it needs no graph: a recorded one, and a backward of its own, cost as much again.
-    """
+class _OfMatrices(Function):
+    """`x @ w.T` or `x @ w`. Its gradients are products, too: a graph for them, with a backward of its own, costs as much."""
 
     @staticmethod
     def forward(ctx, what: tuple, anchor, x):
-        run, after, w, transposed, *of = what
-        asked = x._requires_grad
-        # as MindSpore's own nodes do it: of what is recomputed the second run must save as many
-        ctx.save_for_backward(*((x, w) if asked or run.name == "Dense" else (x,)))
-        ctx.of = asked, transposed, *of
-        return run(x, w, *after)
+        known, run, w, _ = what
+        ctx.what = what, x._requires_grad
+        ctx.save_for_backward(*((x, detach(w)) if x._requires_grad or known.keeps_both else (x,)))
+        return run(x, w)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, *w), (asked, transposed, classic, gate, products) = ctx.saved_tensors, ctx.of
-        products.append(partial(_of_weight, gate, transposed, classic, x, dy))
+        (x, *saved), ((known, _, w, products), asked) = ctx.saved_tensors, ctx.what
+        products.append(partial(_of_weight, known, w, x, dy))
         if not asked:
             return None, None, None
-        if not classic:
-            return None, None, mint.matmul(dy, w[0].t())
-        dx = _classic(False, not transposed)(_rows(dy), w[0])
+        if not known.classic:
+            return None, None, mint.matmul(dy, saved[0].t())
+        dx = _classic(False, not known.transposed)(_rows(dy), saved[0])
         return None, None, dx if dx.ndim == x.ndim else dx.reshape(x._shape)
 
 
-def _of_weight(gate: Tensor, transposed: bool, classic: bool, x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+def _of_weight(known: Matrices, w: Tensor, x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     if 0 in x._shape:  # of no rows the kernel writes nothing: what lay there would be a gradient
         return ()
-    a, b = (_rows(dy), _rows(x)) if transposed else (_rows(x), _rows(dy))
-    return (gate, _classic(True, False)(a, b) if classic else mint.matmul(a.t(), b)),
+    a, b = (_rows(dy), _rows(x)) if known.transposed else (_rows(x), _rows(dy))
+    return (w, _classic(True, False)(a, b) if known.classic else mint.matmul(a.t(), b)),
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -215,18 +225,24 @@ class WeightGradients:
             self._products.append(lambda: [(w, g) for w, g in zip(self._weights, gradients()) if w is not None])
 
 
+def known_matrices(func, args, kwargs) -> Matrices | None:
+    """What is known of a call; None: what MindSpore records of it is needed."""
+    kinds = None if kwargs or len(args) < 2 else KNOWN.get(op_name(func))
+    return None if kinds is None else kinds.get(tuple(args[2:]))
+
+
 def plain_product(store: Holding, func, args, kwargs) -> Any:
     """A call on plain tensors and gates, under the guard."""
-    if len(args) > 1 and not kwargs and (w := store.plain.get(id(args[1]))) is not None:
-        x, gate, *after = args
-        kinds = MATRICES.get(op_name(func))
-        kind = None if kinds is None else kinds.get(tuple(after))
-        if kind is not None and x.__class__ is Tensor and x.ndim > 1 and x.dtype == w.dtype:
-            return _Plain.apply((func, after, w, *kind, gate, store.products), store.anchor, x)
+    run: Callable[..., Tensor]
+    if (known := known_matrices(func, args, kwargs)) is not None:
+        x, w, *after = args
+        run = func if not after else lambda x, w: func(x, w, *after)
+        out = store.product(run, (x, w), (x, w), known)
+        store.computed((x, w), out)
+        return out
     primitive: Any = None
     if len(args) == 3 and isinstance(args[0], ms.ops.Primitive):
         primitive, _, args = args
-    run: Callable[..., Tensor]
     n = 0  # tensors come first, as a rule, and then what is never one
     while n < len(args) and isinstance(args[n], Tensor):
         n += 1

@@ -26,7 +26,7 @@ from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .constants import copied, keeps
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
-from .held import PRODUCTS, holding
+from .held import PRODUCTS, holding, known_matrices
 from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
@@ -108,6 +108,11 @@ class LocalRun:
             it = iter(tensors)
             args, kwargs = refill(args, it), refill(kwargs or {}, it)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def alone(self, call: OpCall) -> bool:
+        """Whether what is run is MindSpore's function and nothing else."""
+        return call.primitive is None and not self.constants and not self.beside_empty and all([x is None for x in (
+            self.abstract, self.form, self.empty, self.substitute, self.in_float32, self.again)])
 
     def is_native(self, func) -> bool:
         """Whether MindSpore runs no Python that asks its operands for their shape."""
@@ -233,7 +238,8 @@ class OpPlan:
         with NoFallbackGuard():
             store = holding.get() if grad else None
             if store is not None and self.op in PRODUCTS:
-                result = store.product(lambda *xs: self.local.run(call, list(xs)), operands, tensors)
+                known = known_matrices(call.func, call.args, call.kwargs) if self.local.alone(call) else None
+                result = store.product(lambda *xs: self.local.run(call, list(xs)), operands, tensors, known)
             else:
                 result = self.local.run(call, operands)
             if cloned and self.local.abstract is None:  # a dry run's is one already
