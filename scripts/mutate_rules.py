@@ -27,7 +27,7 @@ from mindspore import mint, nn, ops  # noqa: E402
 import ms_dtensor as md  # noqa: E402
 from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.debug.verify import Report, check_rule  # noqa: E402
-from ms_dtensor.dispatch import inplace  # noqa: E402
+from ms_dtensor.dispatch import inplace, views  # noqa: E402
 from ms_dtensor.dispatch.dispatcher import clear_cache  # noqa: E402
 from ms_dtensor.ops.local import CPU, LOCAL_OPS, run  # noqa: E402
 from ms_dtensor.ops.rules import RULES, Case  # noqa: E402
@@ -190,15 +190,12 @@ def siblings_see(mesh):
 
 def family_only(real):
     """Views are asked for ancestors and descendants, not for siblings."""
-    def line(x):
-        kin = x._memo.kin
-        while kin is not None:
-            yield kin
-            kin = kin.parent
+    def descends(x, other):
+        return any(kin is other._kin for kin in views._path(x._kin))
 
     def wrapped(x):
         for other, shared in real(x):
-            if x._memo.kin in line(other) or other._memo.kin in line(x):
+            if descends(x, other) or descends(other, x):
                 yield other, shared
     return wrapped
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from mindspore import Tensor
 
-from ...internals.names import Function
+from ...internals.names import Function, detach
 from ..rules.spec import EmptyShard, Operand
 from .dtypes import full
 
@@ -32,7 +32,7 @@ class HandedOn(Function):
 
     @staticmethod
     def forward(ctx, x):
-        return x
+        return detach(x)  # what `x` itself would be, a view, may not be written to (statistics)
 
     @staticmethod
     def backward(ctx, grad):
