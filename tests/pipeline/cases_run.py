@@ -6,10 +6,11 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import comm
+from ms_dtensor.dispatch import recording
 from ms_dtensor.errors import ConfigError, LayoutError, ScheduleError
 from ms_dtensor.parallel.sharding import reduce
 from ms_dtensor.pipeline import (
@@ -297,6 +298,29 @@ def parameters_frozen_and_unfrozen_between_steps(world):
         for trained in (True, False, True):
             set_trained(trained, net.layers[0], plain.layers[0])
             right(schedule, one_device(plain, False), f"{name}, {trained=}")
+
+
+class Stopped(Block):
+    def construct(self, x, places=None):
+        return ops.stop_gradient(super().construct(x, places))
+
+
+def frozen_stages_that_stop_gradients_have_no_backward(world):
+    """As docs/pipeline.md says; their messages are sent all the same, and without the stop their backward runs."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    for name, stop in itertools.product(("1f1b", "zbh1"), (True, False)):
+        net = Net()
+        if stop:
+            net.layers[2] = Stopped()
+        filled(net)
+        set_trained(False, net.first, *net.layers[:3])
+        want = one_device(net, False)
+        schedule = KINDS[name][0](pipeline(net, mesh, split=["layers.3"]), 4, loss_fn)
+        ran = mock.patch.object(recording, "run_backward", side_effect=recording.run_backward)
+        with ran as run, comm.record() as events:
+            right(schedule, want, f"{name}, {stop=}")
+        assert (not run.called) == (stop and world.rank == 0), (name, stop, run.call_count)
+        assert sum(e.op == "exchange" and e.shape == (6, 4) for e in events) == 4, "one for each microbatch"
 
 
 def batches_of_ints_and_losses_of_doubles(world):
