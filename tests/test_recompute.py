@@ -195,7 +195,7 @@ class Counted(nn.Cell):
         self.register_buffer("seen", Tensor(np.ones(3, np.float32)))
         for i, p in enumerate(self.trainable_params()):
             p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
-        self.alone, self.function = True, False
+        self.alone, self.function, self.beside = True, False, None
         self.set_train()
 
     def construct(self, x):
@@ -203,12 +203,28 @@ class Counted(nn.Cell):
             def rest(x, depth=1):  # reaches itself
                 return rest(x, 0) if depth else self.norm(self.up(x))
             return ms.recompute(lambda x: ops.tanh(self.down(rest(x))), x, use_reentrant=False)
+        if self.beside is not None:
+            return ops.tanh(self.down(self.beside(self.up(x))))
         if not self.alone:
             return ops.tanh(self.down(self.norm(self.up(x))))
         ops.assign_add(self.count, Tensor(0.5))
         y = self.down(self.norm(self.up(x))) * self.count
         self.seen.copy_(ops.stop_gradient(self.seen * 1.5))
         return ops.tanh(y)
+
+
+NORM = None
+
+
+class Beside(nn.Cell):
+    """Calls a cell that is none of its own, by a list or as a global."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others = others
+
+    def construct(self, x):
+        return self.others[0](x) if self.others else NORM(x)
 
 
 def state(net):
@@ -218,16 +234,20 @@ def state(net):
 
 
 @pytest.mark.parametrize("spread", ["no mesh", "replicate", "fully_shard", "of the cell", "zero1"])
-@pytest.mark.parametrize("again", ["all", "of norm", "mindspore", "of a function"])
-def test_what_a_forward_writes_is_written_once(spread, again):
+@pytest.mark.parametrize("again", ["all", "of norm", "mindspore", "of a function", "of a cell beside", "of a global"])
+def test_what_a_forward_writes_is_written_once(spread, again, monkeypatch):
     net, plain = Counted(), Counted()
-    if spread != "no mesh" or again == "of a function":  # numbers that a cell makes itself are plain
+    if spread != "no mesh" or again.startswith("of a "):  # numbers that a cell makes itself are plain
         for n in (net, plain):
             n.alone = False
     net.function = again == "of a function"
+    monkeypatch.setitem(globals(), "NORM", net.norm)
+    net.beside = {"of a cell beside": Beside([net.norm]), "of a global": Beside([])}.get(again)
     net = SPREAD[spread](net)
     {"all": md.checkpoint_wrapper, "of norm": lambda net: md.checkpoint_wrapper(net.norm),
-     "mindspore": lambda net: net.recompute(), "of a function": lambda net: net}[again](net)
+     "mindspore": lambda net: net.recompute(), "of a function": lambda net: net,
+     "of a cell beside": lambda net: md.checkpoint_wrapper(net.beside),
+     "of a global": lambda net: md.checkpoint_wrapper(net.beside)}[again](net)
     for train in (True, True, False, True):
         net.set_train(train)
         plain.set_train(train)

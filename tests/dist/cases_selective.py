@@ -62,6 +62,32 @@ def cells_that_a_recomputed_one_is_given_are_whole_when_it_runs_again(world):
         assert same_step(net, plain, mesh) == want, save
 
 
+def cells_beside_a_recomputed_one_are_whole_when_it_runs_again(world):
+    """It knows them by closure or by a list; they were gathered op by op, or it was refused as another forward."""
+    def given(way):
+        side = nn.Dense(5, 6)
+        run = {"closure": lambda c, x: c.up(x) + mint.tanh(side(x)),
+               "list": lambda c, x: c.up(x) + mint.tanh(c.others[0](x)),
+               "weight": lambda c, x: c.up(x) + mint.tanh(mint.matmul(x, side.weight.T))}[way]
+        body = Built(run, up=nn.Dense(5, 6), others=[side])
+        return filled(Built(lambda c, x: c.body(x) * 1.5 + c.side(x) * 0.3, body=body, side=side))
+
+    def of_body(net, mesh):
+        fully_shard(net.body, mesh=mesh)
+        return whole(net, mesh)
+
+    def shorter(net, mesh):
+        return fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(ms.float16, ms.float32))
+    mesh = fsdp()
+    for cut, way in sampled(itertools.product((whole, of_body, divided, shorter), ("closure", "list", "weight")), 5):
+        plain, rtol = given(way), 1e-2 if cut is shorter else 2e-5
+        want = same_step(cut(given(way), mesh), plain, mesh, rtol=rtol)
+        for save in (None, ["matmul"]):
+            net = cut(given(way), mesh)
+            checkpoint_wrapper(net.body, save=save)
+            assert same_step(net, plain, mesh, rtol=rtol) == want, (cut, way, save)
+
+
 def what_a_forward_makes_may_call_any_cell_when_it_runs_again(world):
     """A function, or a cell made in the forward, knows the model's cells by closure: these have no others' weights, either."""
     def given(again):

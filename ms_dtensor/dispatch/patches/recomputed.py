@@ -13,13 +13,14 @@ Every way to MindSpore's recompute leads here, cells that were told earlier too.
 """
 from __future__ import annotations
 
+import dis
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -49,6 +50,7 @@ recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=Fal
 # is not to live as long as they do.
 _running: ContextVar[ref[_Forward] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
 _WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
+_BESIDE = "_ms_dtensor_beside"  # cell attribute: whether its forward may call cells that are none of its own
 
 
 class Recompute:
@@ -120,15 +122,18 @@ class _Forward:
     def __init__(self, run: Callable, cell: nn.Cell | None, keeps, context, args: tuple, kwargs: dict):
         self.run, self.cell, self.keeps, self.context = run, cell, keeps, context
         self.given = map_leaves(_without_memo, (args, kwargs), Tensor)
-        # what it is given to call, beside its own cells: others may stand in the slots of these, too
-        self.called: list[nn.Cell] = [] if cell is None else [cell, *leaves(self.given, nn.Cell)]
-        called = _reached_by(run, (args, kwargs)) if cell is None else self.called
-        self.cells = [c for one in called for _, c in one.cells_and_names()]
+        # what it is given to call, or has beside its own cells: others may stand in the slots of these, too
+        given = leaves(self.given, nn.Cell)
+        self.called: list[nn.Cell] = [] if cell is None else [cell, *given]
+        own = [c for one in self.called for _, c in one.cells_and_names()]
+        reached = _reached_by([run, *given]) if cell is None else _beside(cell, own)
+        self.called += reached if cell is not None else []
+        self.cells, self.own = own + [c for one in reached for _, c in one.cells_and_names()], len(own)
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
-        # a function may reach a whole model: of that only its statistics are looked after
-        stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values() if cell is not None]
-        params = [x if own is None else own for x, own in stands]
+        # what is reached may be a whole model: of that only its statistics are looked after
+        stands = [(x, getattr(x, "inited_param", None)) for c in own for x in c._params.values()]
+        params = [x if param is None else param for x, param in stands]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
         self.written: list[int] | None = None  # how often these had been written when the first run was over
         self.blocks, self.present, self.sought = modes.open_blocks(), standing_in.get(), sought.get()
@@ -196,7 +201,7 @@ class _Forward:
         return {**dict(enumerate(leaves(self.given, Tensor))), **{
             (n, name): x for n, c in enumerate(self.cells) for held in (c._params, c._buffers)
             for name, x in held.items() if isinstance(x, Tensor)
-            and (self.cell is not None or x.ndim < 2 and not (isinstance(x, Parameter) and x.requires_grad))}}
+            and (n < self.own or x.ndim < 2 and not (isinstance(x, Parameter) and x.requires_grad))}}
 
     def _ask(self, name: str, args: tuple):
         kept = _Kept() if self.keeps(modes.canonical(name), args) else None
@@ -350,10 +355,32 @@ class _StandIn(Function):
         return ops.stop_gradient(kept)
 
 
-def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
-    """Cells that a function is given, is a method of, or finds in its closure, also by functions and lists there."""
+def _beside(cell: nn.Cell, own: list[nn.Cell]) -> list[nn.Cell]:
+    """Cells that its own cells' methods and attributes have, and that are none of these; if its first forward had any."""
+    if not cell.__dict__.get(_BESIDE, True):
+        return []
+    of_all = vars(nn.Cell())
+    known: list[Any] = [x for c in own for k, x in vars(c).items() if k not in of_all and not k.startswith("_ms_dtensor")]
+    kinds = dict.fromkeys(t for c in own for t in type(c).__mro__[:type(c).__mro__.index(nn.Cell)])
+    known += [x for t in kinds for x in vars(t).values() if isinstance(x, FunctionType)]
+    inside = set(map(id, own))
+    found = [c for c in _reached_by(known) if id(c) not in inside]
+    cell.__dict__[_BESIDE] = bool(found)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """Names of globals that it reads, also in functions inside; `co_names` has those of attributes, too."""
+    inside = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_in(const)]
+    return *(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"), *inside
+
+
+def _reached_by(stack: list) -> list[nn.Cell]:
+    """Cells among these, and that functions among them are methods of, find in their closure or know as globals, also by
+    functions and lists in closures."""
     found: list[nn.Cell] = []
-    seen, stack = set[int](), list[Any]([function, *leaves(given, nn.Cell)])
+    seen = set[int]()
     while stack:
         x = stack.pop()
         if id(x) in seen:
@@ -369,6 +396,7 @@ def _reached_by(function: Callable, given: tuple) -> list[nn.Cell]:
         elif isinstance(x, MethodType):
             stack += x.__func__, x.__self__
         elif isinstance(x, FunctionType):
+            stack += [y for name in _globals_in(x.__code__) if isinstance(y := x.__globals__.get(name), nn.Cell)]
             for cell in x.__closure__ or ():
                 with suppress(ValueError):  # nothing is in it yet
                     stack.append(cell.cell_contents)
