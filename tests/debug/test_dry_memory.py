@@ -6,7 +6,7 @@ from math import prod
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import mint, ops
+from mindspore import mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor.core.balance import Mask
@@ -85,7 +85,7 @@ def test_kernels_of_a_host_read_copies_of_views_and_sums_hand_gradients_on():
     assert changes(lambda x: mint.exp(turned(x).astype(ms.float32))) == [size, size, -size], "a cast of a view is a copy"
     square, of_views = (sum(c > 0 for c in changes(what, grad=True)) for what in (
         lambda x: mint.mul(x, x), lambda x: mint.mul(turned(x), turned(x))))
-    assert of_views == square + 2, "of each view a copy"
+    assert of_views == square + 4, "of each view a copy, and of each of their gradients where these are added up"
     assert changes(lambda x: x + x, grad=True).count(size) == changes(lambda x: mint.exp(x), grad=True).count(size)
     joined = changes(lambda x: mint.cat((x, x)), "Ascend", grad=True)
     assert joined[2] == -size, "a concatenation keeps no operand"
@@ -105,6 +105,34 @@ def test_a_small_weight_of_a_unit_is_copied_at_each_use(width, copies):
     copied = [e.written for e in run.events if e.op == "copy_of_view" and e.phase == "forward"]
     assert copied.count(size) == copies
     assert copies * size <= run.memory().at_peak["activations"] < (copies + 2) * size, "the backward keeps them"
+
+
+POOLS = {"maxima": lambda x: mint.nn.functional.max_pool2d(x, 2), "averages": lambda x: mint.nn.functional.avg_pool2d(x, 2),
+         "nn.MaxPool2d": nn.MaxPool2d(2, 2), "nn.AvgPool2d": nn.AvgPool2d(2, 2),
+         "ops.max_pool2d": lambda x: ops.max_pool2d(x, 2), "adaptive": lambda x: ops.adaptive_avg_pool2d(x, 32)}
+
+
+@pytest.mark.parametrize("pool, end, real", [
+    ("maxima", mint.tanh, 3543630), ("averages", mint.tanh, 3150414), ("maxima", mint.square, 4456505),
+    ("averages", mint.square, 3670073), ("maxima", lambda y: y**2, 4980797), ("averages", lambda y: y**2, 4194365),
+    ("nn.MaxPool2d", mint.tanh, 3412557), ("nn.AvgPool2d", mint.tanh, 3412557), ("ops.max_pool2d", mint.tanh, 3529781),
+    ("adaptive", mint.tanh, 3145736)])
+def test_the_peak_of_a_u_net_is_the_real_one(pool, end, real):
+    """Bytes as `scripts/bench/heap.py` counted them of the same step on a mesh of one rank."""
+    with dry_run(world=1, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        down, up = (mint.nn.Conv2d(n, 8, 3, padding=1, bias=False) for n in (8, 16))
+
+        def net(x):
+            x = down(x)
+            y = mint.repeat_interleave(mint.repeat_interleave(POOLS[pool](x), 2, 2), 2, 3)
+            return end(up(mint.cat((y, x), 1))).mean()
+        x = md.ones((4, 8, 64, 64), device_mesh=mesh, placements=[md.Replicate()])
+        params = [p for cell in (down, up) for p in md.distribute_module(cell, mesh).trainable_params()]
+        run.forget()
+        before = sum(run._executor.ledger.alive.values())
+        md.value_and_grad(net, None, params)(x)
+    assert (run.memory().peak - before) / real == pytest.approx(1, abs=0.05)
 
 
 # -- attention of context parallelism ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recompute_module, recording
 from .abstract import Ledger, differentiable, dtype_of, nameless, nbytes, nbytes_of, on_storage_of
 from .forks import Fork, Made
-from .formulas import BY_NUMPY, flops, within
+from .formulas import BY_NUMPY, MADE_OF_VIEWS, flops, within
 from .node import SEVERAL, Job, Op
 from .told import Told
 
@@ -146,9 +146,13 @@ class Executor(Told):
     def read(self, what, tensors, phase: str, where: str = "") -> list[Tensor]:
         """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps. NumPy,
         `where` is "heap" then, reads the views."""
-        if what.view or not self.on_host or where == "heap":
-            return list(tensors)
+        return list(tensors) if what.view or where == "heap" or what.op in MADE_OF_VIEWS else self.copies(tensors, phase)
+
+    def copies(self, tensors, phase: str) -> list[Tensor]:
+        """Of views that a host's kernel reads, and the others."""
         out = list(tensors)
+        if not self.on_host:
+            return out
         for i, x in enumerate(out):
             if self.ledger.is_view(x):
                 size = prod(x._shape) * x.itemsize
@@ -160,7 +164,12 @@ class Executor(Told):
         """Results without data: on the first operand's storage, if they are views of it."""
         if what.view and not (what.op == "cast" and self.ledger.is_view(first)):  # which is a copy then
             return tuple(self.view(what.op, first, shape) for shape in shapes)
-        return tuple(self.ledger.new(s, d, "activations", event, where) for s, d in zip(shapes, dtypes))
+        outs = tuple(self.ledger.new(s, d, "activations", event, where) for s, d in zip(shapes, dtypes))
+        return tuple(self.as_made(what.op, x) for x in outs)
+
+    def as_made(self, op: str, x) -> Tensor:
+        """A result, or a gradient, as an op gives it: on a host of some a view."""
+        return self.view(op, x, x._shape) if self.on_host and op in MADE_OF_VIEWS else x
 
     @staticmethod
     def view(op: str, x, shape) -> Tensor:
@@ -367,6 +376,7 @@ class Executor(Told):
         """Of two gradients, a tensor or `into` the first; of its kind, unless it is said otherwise."""
         size = prod(a._shape) * a.itemsize
         at = self.note("accumulate", "backward", "", 0, 2 * size, size, (a, b), a.dtype)
+        _until_it_is_there = [] if into else self.copies([a, b], "backward")
         return a if into else self.ledger.new(a._shape, a.dtype, kind or self.ledger.kind_of(a), at)
 
     def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:

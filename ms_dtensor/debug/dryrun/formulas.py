@@ -22,16 +22,19 @@ _PAIRS = {  # op -> names of the two operands of its product
 _CONVOLUTIONS = frozenset(("conv", "convolution", "conv_transpose", "conv_classic", "conv_transpose_classic"))
 _ATTENTION = frozenset(("flash_attention", "speed_attention", "context_attention"))
 
-# What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
+# What a backward needs of results and of operands, as MindSpore's recorded ops save it. An op that is in none of these
 # keeps its operands; a product of a tensor and a number keeps nothing.
+_ALL, _NONE, _PLACES = slice(None), slice(0), slice(1, None)  # of results
 _KEEPS = {
-    "div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
+    "div": ((1,), _ALL), "pow": ((0, 1), _ALL), "where": ((0,), _NONE), "gather": ((1,), _NONE),
+    **dict.fromkeys(("max_pool", "avg_pool", "avg_pool_3d"), ((0,), _ALL)),
+    **dict.fromkeys(("max_pool_ext", "max_pool_argmax", "adaptive_max_pool"), ((0,), _PLACES))}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
     "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "cat", "stack", "unstack",
     "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten",
     "getitem", "narrow", "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll",
-    "repeat", "tile"))
+    "repeat", "repeat_interleave", "tile"))
 
 
 # Forms of ours that are several ops on a device, and one node on a host: tensors of the first operand's shape, of 16 bits in
@@ -41,7 +44,10 @@ _WITHIN = {"class_sums": (2, 2)}
 _STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 BY_NUMPY = frozenset(("class_sums", "row_max", "rms_norm"))  # on a host one node of the library's own, forward and backward
 # Of MindSpore 2.10's CPU kernels, where results lie: what the forward takes while it runs, and what the backward does.
-_OF_HOSTS = {"silu": (1, 4), "softmax": (0, 2)}
+_AVERAGES = ("avg_pool_1d", "avg_pool_2d", "avg_pool_3d_ext")
+_OF_HOSTS = {"silu": (1, 4), "softmax": (0, 2), "pow": (0, 2), "square": (0, 2), **dict.fromkeys(_AVERAGES, (2, 0))}
+_BY_SHAPE = frozenset((*_AVERAGES, "adaptive_avg_pool"))  # there: the gradient asks nothing of the operand but its shape
+MADE_OF_VIEWS = frozenset((*_AVERAGES, "repeat_interleave"))  # there: it reads one; its result and its gradient are some
 _PASSES = {"add": (0, 1), "bias_add": (0,), "sub": (0,)}  # operands whose gradient is that of the result, the tensor itself
 
 
@@ -88,22 +94,24 @@ def backward_flops(op: str, forward: int, gradients: int) -> int:
     return forward * min(gradients, 2)
 
 
-def kept(op: str, wanted: Sequence[bool], on_host: bool) -> tuple[tuple[int, ...], bool]:
-    """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
+def kept(op: str, wanted: Sequence[bool], on_host: bool) -> tuple[tuple[int, ...], slice]:
+    """(which operands a backward needs, which results), if these operands get a gradient."""
     count = len(wanted)
     operands = range(count)
-    if op in _WITHIN and not on_host or op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
-        return (), False
+    if op in (_BY_SHAPE if on_host else _WITHIN) or op in _KEEPS_NOTHING:
+        return (), _NONE
+    if op in ("mul", "div") and count == 1 or not any(wanted):
+        return (), _NONE
     if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
-        return tuple(i for i in operands if wanted[1 - i]), False
+        return tuple(i for i in operands if wanted[1 - i]), _NONE
     if op == "div" and not wanted[1]:
-        return (1,), False
+        return (1,), _NONE
     if op in _KEEPS:
-        some, result = _KEEPS[op]
-        return tuple(i for i in some if i < count), result
+        some, results = _KEEPS[op]
+        return tuple(i for i in some if i < count), results
     if op in _KEEPS_RESULT:
-        return (), True
-    return tuple(operands), op in _ATTENTION
+        return (), _ALL
+    return tuple(operands), _ALL if op in _ATTENTION else _NONE
 
 
 def within(op: str, on_host: bool) -> tuple[int, int, int]:

@@ -56,11 +56,11 @@ class Job:
         self.site = executor.events[event].site
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
         self.parts = _parts(xs, asked)
-        self.kept, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
+        self.kept, results = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
         self.where = executor.where(what.op, scratch)
         self.read = executor.read(what, xs, executor.events[event].phase, self.where)
         self.saved: list = [local_alias(self.read[i]) for i in self.kept] if asked else []
-        self.keeps_result = bool(asked) and result
+        self.kept_results = results if asked else slice(0)
         self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
         self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
 
@@ -72,7 +72,7 @@ class Job:
         own = [self._like_first() for _ in range(self.within[1])]
         own += self._arrays(0, self.event)
         _for_itself = [self._like_first() for _ in range(self.within[0])] + self._arrays(1, self.event)  # until this ends
-        return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+        return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs[self.kept_results])]
 
     def _arrays(self, which: int, event: int) -> list[Tensor]:
         return self.executor.arrays(self.scratch[which], self.dtypes[0], event) if self.scratch else []
@@ -109,8 +109,8 @@ class Job:
                     view and prod(shape) == prod(given._shape) or self.what.op == "cat"):  # of which it is a piece
                 out.append(executor.view(self.what.op, given, shape))
             else:
-                _until_it_is_there = executor.read(self.what, came, "backward")  # each has a kernel
-                out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
+                _until_it_is_there = [] if self.what.view else executor.copies(came, "backward")  # each has a kernel
+                out.append(executor.as_made(self.what.op, executor.ledger.new(shape, dtype, "activations", at, self.where)))
                 del _until_it_is_there
         _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this
         return out

@@ -14,7 +14,8 @@ _BOOL = frozenset((
     "logical_xor logical_not").split())
 _ONLY_PLACES = frozenset(("argsort", "count_nonzero", "multinomial"))
 _PLACES = {  # op -> dtype of its result of places, the last of two
-    **dict.fromkeys(("max_dim", "min_dim", "first_max", "first_min", "median_classic", "cum_extreme"), "int64"),
+    **dict.fromkeys(("max_dim", "min_dim", "first_max", "first_min", "median_classic", "cum_extreme", "max_pool_argmax",
+                     "adaptive_max_pool"), "int64"),
     **dict.fromkeys(("sort", "sort_classic", "topk", "topk_classic", "cummin"), "int32")}
 _REAL = frozenset(("real", "real_view", "imag", "imag_view", "angle", "irfft"))  # of what is complex
 _COMPLEX = frozenset(("complex", "polar", "rfft", "eig"))
