@@ -19,6 +19,7 @@ import numpy as np
 
 from ..core.layout import short_dtype
 from ..core.refused import refused
+from ..debug.text import human
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box
 from .converting import convert
@@ -75,12 +76,12 @@ def _ls(args) -> int:
         print(json.dumps({"id": index.id, "step": index.step, "library": index.library, "files": index.file_count(),
                           "bytes": _bytes(index), "tensors": tensors, "values": index.values, "tied": index.tied}))
         return 0
-    rows = [(key, f"{short_dtype(t.dtype)}{list(t.shape)}", _size(t.nbytes), str(t.count()))
+    rows = [(key, f"{short_dtype(t.dtype)}{list(t.shape)}", human(t.nbytes), str(t.count()))
             for key, t in index.tensors.items()]
     _table(("tensor", "is", "bytes", "parts"), rows)
     _table(("value", "is"), [(key, repr(value)) for key, value in index.values.items()])
     _table(("tied", "to"), list(index.tied.items()))
-    print(f"{len(index.tensors)} tensors, {_size(_bytes(index))} in {index.file_count()} files, step {index.step}, "
+    print(f"{len(index.tensors)} tensors, {human(_bytes(index))} in {index.file_count()} files, step {index.step}, "
           f"ms_dtensor {index.library}")
     return 0
 
@@ -99,7 +100,7 @@ def _ls_steps(args) -> int:
     if args.json:
         print(json.dumps(rows))
     else:
-        _table(("step", "bytes", "files", ""), [(str(r["step"]), _size(r["bytes"]), str(r["files"]),
+        _table(("step", "bytes", "files", ""), [(str(r["step"]), human(r["bytes"]), str(r["files"]),
                                                  r["error"] or "latest" * r["latest"]) for r in rows])
     return 1 if any(r["error"] for r in rows) else 0
 
@@ -185,22 +186,13 @@ def _convert(args) -> int:
                               ("another name", "remove it first"))
     with _progress("converting", 0) as advance:
         done = convert(args.source, args.target, dtype=args.dtype, strip=args.strip, progress=advance)
-    print(json.dumps(done) if args.json else f"{args.target}: {done['tensors']} tensors, {_size(done['bytes'])}")
+    print(json.dumps(done) if args.json else f"{args.target}: {done['tensors']} tensors, {human(done['bytes'])}")
     return 0
 
 
 # -- printing --------------------------------------------------------------------------------------------------------------
 def _bytes(index: Index) -> int:
     return sum(t.nbytes for t in index.tensors.values())
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def _shown(text: str, kept: str = "") -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the debug tools print: aligned columns, short paths, sizes a person can read."""
+"""How the debug tools, and commands, print: aligned columns, short paths, sizes a person can read."""
 from __future__ import annotations
 
 from collections.abc import Sequence

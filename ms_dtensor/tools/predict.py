@@ -18,8 +18,9 @@ from ..core.files import regular
 from ..core.plain_yaml import plain_yaml
 from ..core.refused import refused
 from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
-from ..debug.predict.search import GIB, amount, keys, transformer
+from ..debug.predict.search import GIB, keys, transformer
 from ..debug.predict.transformer import counts
+from ..debug.text import human
 from ..errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")  # of a recipe's products
@@ -172,8 +173,8 @@ def needed(arguments: Sequence[str]) -> int:
         return 0 if fits else 1
     print(f"a rank of {one.plan.world}, batch {args.batch}, seq {args.seq}: {keys(one.plan)}")
     for name, size in one.memory.items():
-        print(f"{name:<42}{amount(size)}")
-    print(f"{'all':<42}{amount(one.bytes)} of {amount(machine.capacity).strip()}" + ("" if fits else ": does not fit"))
+        print(f"{name:<42}{human(size):>10}")
+    print(f"{'all':<42}{human(one.bytes):>10} of {human(machine.capacity)}" + ("" if fits else ": does not fit"))
     if nearest:
         print(f"the quickest plan of {nearest.plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: "
               f"{keys(nearest.plan)}")

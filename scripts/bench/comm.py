@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ms_dtensor.debug.text import human
+
 ROOT = Path(__file__).resolve().parents[2]
 KIB = 1024
 SIZES = (64, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB, 32768 * KIB)
@@ -228,10 +230,6 @@ def compare(world: int, args) -> list[dict]:
     ours.end()
     gloo.end()
     return cells
-
-
-def human(nbytes: int) -> str:
-    return f"{nbytes} B" if nbytes < KIB else f"{nbytes // KIB} KiB" if nbytes < KIB * KIB else f"{nbytes >> 20} MiB"
 
 
 def mean(values: list[float]) -> float:

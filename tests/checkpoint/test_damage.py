@@ -55,7 +55,7 @@ def told(capsys, *arguments):
 def test_ls(tmp_path, capsys):
     make(tmp_path / "a")
     code, out = run(capsys, "ls", tmp_path / "a")
-    assert code == 0 and "f32[900, 1200]" in out and "4.12 MiB" in out and "in 2 files, step 1" in out, out
+    assert code == 0 and "f32[900, 1200]" in out and "4.1 MiB" in out and "in 2 files, step 1" in out, out
     code, got = told(capsys, "ls", tmp_path / "a")
     assert code == 0 and got["tensors"]["small"] == {"dtype": "float32", "shape": [3, 50], "bytes": 600, "parts": 1}
     for step in (5, 10):

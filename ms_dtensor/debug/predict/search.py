@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.divisors import divisors
 from ...errors import ConfigError
+from ..text import human
 from .hardware import Hardware, load_hardware
 from .step import Estimate, Estimates
 from .transformer import Plan, Transformer, check_counts, counts
@@ -53,7 +54,7 @@ class Suggestion:
         for i, one in enumerate(self.plans[:5]):
             rate = self.tokens / one.seconds / one.plan.world
             lines.append(f"  {i + 1}. {duration(one.seconds)} a step, {rate:8,.0f} tokens/s a rank, "
-                         f"{amount(one.bytes)}  {keys(one.plan)}")
+                         f"{human(one.bytes):>10}  {keys(one.plan)}")
             if i:
                 lines.append(f"     {one.seconds / best.seconds - 1:.1%} slower: {lost(one, best)}")
         if self.too_large is not None:
@@ -207,14 +208,6 @@ def _simpler(plan: Plan) -> tuple[int, ...]:
 def duration(seconds: float) -> str:
     """A time of nine digits, and its unit."""
     return f"{seconds:9.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:8.3f} ms"
-
-
-def amount(size: float) -> str:
-    """Memory as a number of five digits, and the unit in which it is not 0.0."""
-    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
-        if size >= scale / 10:
-            return f"{size / scale:5.1f} {unit}"
-    return f"{size / 2**10:5.1f} KiB"
 
 
 def keys(plan: Plan) -> str:
