@@ -205,6 +205,37 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
     assert f"For '{tmp_path}/nowhere', there is no run" in capsys.readouterr().err
 
 
+DROPPED = """
+import os, runpy, signal, sys, time, weakref
+from ms_dtensor.tools import cli
+
+class Gone:
+    pass
+
+def ended(_):  # as at the end of each import: what is raised here Python drops
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+
+def main(words):
+    gone = Gone()
+    told = weakref.ref(gone, ended)
+    del gone
+    time.sleep(50)
+    return 0
+cli.main = main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = ["bench"]
+runpy.run_module("ms_dtensor", run_name="__main__")
+"""
+
+
+def test_an_interruption_that_python_drops_comes_again():
+    """It did nothing in one of three hundred starts of the command, within its imports."""
+    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_an_interrupted_run_says_so_by_its_exit_code_and_a_hostfile_that_is_no_text_is_named(tmp_path, monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
