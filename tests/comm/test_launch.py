@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from ms_dtensor.comm.agree import check_every
 from ms_dtensor.comm.shm import segment
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.ranks import free_port
+from tests.jobs import running, soon
 from tests.msrun import PATIENCE, ROOT, python
 
 
@@ -93,20 +93,6 @@ def workers_of(folder: Path) -> list[int]:
     files = [folder / f"pid{rank}" for rank in range(2)]
     assert soon(lambda: all(f.exists() and f.read_text() for f in files), 60)
     return [int(f.read_text()) for f in files]
-
-
-def soon(what, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(what())
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.dist

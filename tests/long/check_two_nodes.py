@@ -17,7 +17,6 @@ Needs iproute2 and the right to make namespaces; says "left out" and ends with 0
 """
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -27,9 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
+from tests.jobs import Job, losses, recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # seconds from the fault until both nodes have ended; MindSpore's own limit for a peer is 30
 STEPS, AT = 12, 5  # of a run; of the step after which the fault comes
 LONGER = 60  # steps of a run that goes on by itself
@@ -63,58 +61,46 @@ def cable() -> Iterator[None]:
             ip("netns", "delete", host)
 
 
-class Job:
+class Both:
     """One run over both nodes."""
 
     def __init__(self, folder: Path, *more: str, steps: int = STEPS):
-        self.folder, self.outputs = folder, [folder.parent / f"{folder.name}.{i}.{time.time_ns()}" for i in range(2)]
-        self.nodes, self.steps = [], steps
-        for i, (host, output) in enumerate(zip(HOSTS, self.outputs)):
-            env = {**os.environ, "PYTHON": sys.executable}
-            if "--nodes" not in more:
-                env |= {"NNODES": "2", "NODE_RANK": str(i), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
-            with open(output, "w", encoding="utf-8") as file:
-                self.nodes.append(subprocess.Popen(
-                    ["ip", "netns", "exec", host, "bash", str(ROOT / "scripts/run_llama.sh"), *RUN, "--train.log_dir",
-                     str(folder), *more], stdout=file, stderr=subprocess.STDOUT, env=env))
+        self.folder, self.steps, self.nodes = folder, steps, []
+        for i, host in enumerate(HOSTS):
+            meets = {} if "--nodes" in more else {
+                "NNODES": "2", "NODE_RANK": str(i), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+            output = folder.parent / f"{folder.name}.{i}.{time.time_ns()}"
+            words = ["ip", "netns", "exec", host, *recipe(*RUN, "--train.log_dir", folder, *more)]
+            self.nodes.append(Job(output, *words, **meets))
 
     def reaches(self, step: int) -> None:
-        until = time.monotonic() + 240
-        while not any(f" {step}/{self.steps} " in said for said in self.said()):
-            if time.monotonic() > until or any(node.poll() is not None for node in self.nodes):
-                self.end()
-                raise AssertionError(f"step {step} was not reached:\n{self.said()}")
-            time.sleep(0.2)
+        try:
+            self.nodes[0].until(lambda: any(f" {step}/{self.steps} " in said for said in self.said()), 240)
+        except AssertionError:
+            self.end()
+            raise
 
     def wait(self, limit: float) -> list[int]:
         """Exit codes of both nodes."""
         until = time.monotonic() + limit
         try:
-            return [node.wait(max(0.1, until - time.monotonic())) for node in self.nodes]
+            return [node.process.wait(max(0.1, until - time.monotonic())) for node in self.nodes]
         finally:
             self.end()
 
     def end(self) -> None:
         for node in self.nodes:
-            with contextlib.suppress(psutil.Error):
-                for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
-                    process.kill()
+            node.end()
 
     def said(self) -> list[str]:
-        return [output.read_text("utf-8") for output in self.outputs]
+        return [node.said() for node in self.nodes]
 
     def losses(self) -> list[float]:
-        lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
-        return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+        return [*losses(self.folder).values()]
 
 
-def kill(job: Job) -> None:
-    for process in psutil.Process(job.nodes[1].pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK_ID") == "3" and "train.py" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-                return
-    raise AssertionError("rank 3 was not found")
+def kill(job: Both) -> None:
+    job.nodes[1].ranks()["3"].kill()
 
 
 def slow_down() -> None:
@@ -122,13 +108,13 @@ def slow_down() -> None:
     ip(*CABLE, "add", "dev", "cable", "root", "tbf", "rate", "8mbit", "burst", "32kbit", "latency", "50ms")
 
 
-def cut(job: Job) -> None:
+def cut(job: Both) -> None:
     ip("-n", HOSTS[0], "link", "set", "cable", "down")
 
 
 def whole(folder: Path) -> list[float]:
     """A run that nobody disturbs."""
-    job = Job(folder / "whole")
+    job = Both(folder / "whole")
     codes = job.wait(400)
     assert codes == [0, 0], job.said()
     assert len(job.losses()) == STEPS
@@ -136,19 +122,15 @@ def whole(folder: Path) -> list[float]:
 
 
 def check_run(folder: Path, want: list[float]) -> str:
-    words = ["bash", str(ROOT / "scripts/run_llama.sh"), "4", *RUN[1:], "--train.log_dir", str(folder / "one")]
-    one = subprocess.run(words, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=400,
-                         check=False)
-    assert one.returncode == 0, one.stdout[-3000:] + one.stderr[-3000:]
-    rows = map(json.loads, (folder / "one" / "metrics.jsonl").read_text("utf-8").splitlines())
-    off = max(abs(a / b - 1) for a, b in zip((row["loss"] for row in rows if "loss" in row), want, strict=True))
+    Job(folder / "one.out", *recipe(4, *RUN[1:], "--train.log_dir", folder / "one")).ended()
+    off = max(abs(a / b - 1) for a, b in zip(losses(folder / "one").values(), want, strict=True))
     assert off <= 1e-5, off
     return f"losses of one machine (`shm`) within {off:.1e}"
 
 
-def disturbed(fault: Callable[[Job], None]) -> Callable[[Path, list[float]], str]:
+def disturbed(fault: Callable[[Both], None]) -> Callable[[Path, list[float]], str]:
     def check(folder: Path, want: list[float]) -> str:
-        job = Job(folder / fault.__name__)
+        job = Both(folder / fault.__name__)
         job.reaches(AT)
         fault(job)
         since = time.monotonic()
@@ -159,7 +141,7 @@ def disturbed(fault: Callable[[Job], None]) -> Callable[[Path, list[float]], str
             reasons = "failed first:\nTraceback", "rank 3 was ended by SIGKILL", "MindSpore's scheduler, which ends all when"
             assert any(reason in said for reason in reasons), f"node {node} does not say why:\n{said[-3000:]}"
         ip("-n", HOSTS[0], "link", "set", "cable", "up")
-        again = Job(folder / fault.__name__, "--checkpoint.resume", "latest")
+        again = Both(folder / fault.__name__, "--checkpoint.resume", "latest")
         assert again.wait(400) == [0, 0], again.said()
         assert again.losses() == want, (again.losses(), want)
         return f"both nodes ended and said why after {took:.0f} s; resumed, {STEPS} losses bit-equal"
@@ -168,7 +150,7 @@ def disturbed(fault: Callable[[Job], None]) -> Callable[[Path, list[float]], str
 
 def check_slow(folder: Path, want: list[float]) -> str:
     slow_down()
-    job = Job(folder / "slow")
+    job = Both(folder / "slow")
     since = time.monotonic()
     codes = job.wait(600)
     took = time.monotonic() - since
@@ -177,7 +159,7 @@ def check_slow(folder: Path, want: list[float]) -> str:
     return f"8 Mbit/s on the cable, {took:.0f} s: the same losses, bit for bit"
 
 
-def switch_off(job: Job) -> int:
+def switch_off(job: Both) -> int:
     """All processes of the first machine; which one is left."""
     for pid in map(int, subprocess.run(["ip", "netns", "pids", HOSTS[0]], capture_output=True, text=True,
                                        check=True).stdout.split()):
@@ -186,18 +168,18 @@ def switch_off(job: Job) -> int:
     return 1
 
 
-def unplug(job: Job) -> int:
+def unplug(job: Both) -> int:
     """Which one goes on is theirs to find: the first in the order of their names."""
     cut(job)
     return -1
 
 
-def on_their_own(fault: Callable[[Job], int]) -> Callable[[Path, list[float]], str]:
+def on_their_own(fault: Callable[[Both], int]) -> Callable[[Path, list[float]], str]:
     """With `--nodes`: nobody starts them again."""
     def check(folder: Path, want: list[float]) -> str:
         how = ["--train.steps", str(LONGER), "--checkpoint.keep_last", "1000"]
         slow_down()
-        job = Job(folder / fault.__name__, *how, "--nodes", "1:2", "--nodes_timeout", "60", "--master_addr", ADDRESSES[0],
+        job = Both(folder / fault.__name__, *how, "--nodes", "1:2", "--nodes_timeout", "60", "--master_addr", ADDRESSES[0],
                   steps=LONGER)
         job.reaches(AT)
         assert not any("gone" in said or "cut off" in said for said in job.said()), "a slow machine is not a lost one"
@@ -217,14 +199,10 @@ def on_their_own(fault: Callable[[Job], int]) -> Callable[[Path, list[float]], s
             assert codes[left] == 0 and f"at {ADDRESSES[1 - left]} is gone: it gave no sign" in said[left], (codes, said)
         begin = int("".join(said).rpartition("going on after step ")[2].split()[0])
         by_hand = folder / f"{fault.__name__}_by_hand"
-        words = ["bash", str(ROOT / "scripts/run_llama.sh"), *RUN, *how, "--parallel.dp", "1", "--checkpoint.interval", "0",
-                 "--train.log_dir", str(by_hand), "--checkpoint.resume",
-                 str(job.folder / f"checkpoints/step-{begin:08d}")]
-        one = subprocess.run(words, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True,
-                             check=False, timeout=400)
-        assert one.returncode == 0, one.stdout[-3000:] + one.stderr[-3000:]
-        rows = map(json.loads, (by_hand / "metrics.jsonl").read_text("utf-8").splitlines())
-        alone = [row["loss"] for row in rows if "loss" in row]
+        words = [*RUN, *how, "--parallel.dp", "1", "--checkpoint.interval", "0", "--train.log_dir", by_hand,
+                 "--checkpoint.resume", job.folder / f"checkpoints/step-{begin:08d}"]
+        Job(folder / f"{fault.__name__}.out", *recipe(*words)).ended()
+        alone = [*losses(by_hand).values()]
         assert len(alone) == LONGER - begin and job.losses()[begin:] == alone, (job.losses(), alone)
         return (f"a cable of 8 Mbit/s; the other machine was named and the rest went on after {took:.0f} s; "
                 f"{len(alone)} losses bit-equal to one machine's from step {begin}")

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`launch.py --nodes MIN:MAX`: who meets, who is lost and how that is said; and several launchers on this machine."""
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from argparse import ArgumentTypeError, Namespace
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import pytest
 
 from model_zoo.llama import elastic, launch, meeting
 from model_zoo.llama.meeting import Meeting, Sign
 from ms_dtensor.errors import CommError, ConfigError
+from tests.jobs import Job, losses, recipe, soon
 from tests.msrun import PATIENCE
-from tests.zoo.test_llama_launch import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml")]
@@ -236,42 +232,14 @@ WORDS = ["tiny", "--parallel.tp", "1", "--data.max_bytes", "200000", "--model.n_
          "--checkpoint.interval", str(INTERVAL), "--checkpoint.keep_last", "1000", "--optim.schedule", "constant"]
 
 
-class Launcher:
-    """`run_llama.sh` as one machine, whose output is read as it comes."""
+class Launcher(Job):
+    """`run_llama.sh` as one machine."""
 
     def __init__(self, output: Path, *words: str, ranks: int = 1, **env: str):
-        self.output = output
-        command = ["bash", str(ROOT / "scripts/run_llama.sh"), str(ranks), *WORDS, *words]
-        with open(output, "w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT,
-                                            env={**os.environ, "PYTHON": sys.executable, **env})
-
-    def said(self) -> str:
-        return self.output.read_text()
+        super().__init__(output, *recipe(ranks, *WORDS, *words), **env)
 
     def steps(self) -> int:
         return max(map(int, re.findall(rf"^ *(\d+)/{STEPS}  ", self.said(), re.M)), default=0)
-
-    def ranks(self) -> list[psutil.Process]:
-        """What trains here, the scheduler apart."""
-        found = []
-        for one in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if one.environ().get("MS_ROLE") == "MS_WORKER":
-                    found.append(one)
-        return found
-
-    def end(self) -> None:
-        with suppress(psutil.Error):
-            for one in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
-                with suppress(psutil.Error):
-                    one.kill()
-        self.process.wait()
-
-
-def losses(folder: Path) -> dict[int, float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 @pytest.mark.dist
@@ -300,7 +268,7 @@ def test_a_machine_is_lost_and_one_comes_back(tmp_path):
         at = other.steps()
         assert soon(lambda: other.steps() > at + INTERVAL, PATIENCE) and other.process.poll() is None
         assert "starting" not in new.said(), "it waits for the next start"
-        other.ranks()[0].kill()
+        next(iter(other.ranks().values())).kill()
         third = "machine [01] of 2, start 3"
         assert soon(lambda: all(re.search(third, one.said()) for one in (other, new)), PATIENCE), other.said()[-3000:]
 
@@ -319,7 +287,7 @@ def test_a_machine_is_lost_and_one_comes_back(tmp_path):
             one = launcher(by_hand.name + ".out", "--parallel.dp", str(ranks), "--train.log_dir", str(by_hand),
                            "--checkpoint.resume", str(run / f"checkpoints/step-{begin:08d}"), "--checkpoint.interval", "0",
                            "--train.steps", str(end), ranks=ranks, **env)
-            assert one.process.wait(PATIENCE) == 0, one.said()[-3000:]
+            one.ended()
             want = losses(by_hand)
             assert [*want] == [*range(begin + 1, end + 1)] and want == {step: got[step] for step in want}
     finally:

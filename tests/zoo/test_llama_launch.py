@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says about a failed run, that what cannot be ends it early, signals, and two nodes on one machine."""
 import fcntl
-import json
 import os
 import pty
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -28,6 +28,7 @@ from model_zoo.llama.train import run
 from ms_dtensor.comm.shm import rendezvous
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.ranks import FAILED, free_port, guarded
+from tests.jobs import Job, metrics, recipe, running, soon
 from tests.msrun import PATIENCE, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,13 +72,6 @@ def test_help_says_how_and_where_the_keys_are():
     assert run.returncode == 0 and "usage: train.py [--config" in run.stdout and "--print-config;" in run.stdout, run.stderr
 
 
-def run_llama(nproc: int, *words: str, **env: str) -> subprocess.Popen:
-    """scripts/run_llama.sh at work."""
-    return subprocess.Popen(["bash", str(ROOT / "scripts/run_llama.sh"), str(nproc), *words], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env={**os.environ, "PYTHON": sys.executable, **env})
-
-
 @pytest.mark.parametrize(("words", "env", "said"), [
     ([], {}, "parallel degrees make 2 ranks but 1 worker runs"),
     (["--max_restarts", "-1", "--parallel.tp", "1"], {}, "--max_restarts is out of range"),
@@ -109,9 +103,8 @@ def test_what_cannot_be_is_refused_once_and_starts_no_rank(tmp_path, words, env,
 
 
 def test_the_script_hands_a_refusal_on(tmp_path):
-    run = run_llama(1, *TINY, "--train.log_dir", str(tmp_path), "--train.stesp", "3")
-    out = run.communicate(timeout=PATIENCE)[0]
-    assert run.returncode == 2 and out.count("'train.steps' is the closest match") == 1 and "Traceback" not in out, out
+    out = Job(tmp_path / "out", *recipe(1, *TINY, "--train.log_dir", tmp_path, "--train.stesp", "3")).ended(2)
+    assert out.count("'train.steps' is the closest match") == 1 and "Traceback" not in out, out
 
 
 @contextmanager
@@ -154,10 +147,10 @@ def test_what_ends_a_run_is_said_once(disk, words, said, tmp_path):
             file.seek(4001)
             file.write(b"\xff")
     with small_disk(tmp_path / "run", disk) if disk is not None else nullcontext():
-        run = run_llama(2, *TINY[:-1], "2000", "--train.log_dir", str(tmp_path / "run"),
-                        *(word.replace("HERE", str(tmp_path)) for word in words))
-        out = run.communicate(timeout=PATIENCE)[0]
-    assert run.returncode not in (0, -signal.SIGTERM) and out.count(said) == 1, out
+        words = [word.replace("HERE", str(tmp_path)) for word in words]
+        run = Job(tmp_path / "out", *recipe(2, *TINY[:-1], 2000, "--train.log_dir", tmp_path / "run", *words))
+        code = run.process.wait(PATIENCE)
+    assert code not in (0, -signal.SIGTERM) and run.said().count(said) == 1, run.said()
 
 
 def test_a_port_that_somebody_has_is_refused():
@@ -196,20 +189,6 @@ worker = subprocess.Popen(["bash", "-c", rank, sys.argv[1]], start_new_session=T
                           env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": "0"})
 sys.exit(worker.wait())
 """
-
-
-def running(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def soon(what, seconds: float = PATIENCE):
-    """What it comes to, waited for."""
-    until = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
 
 
 def as_at_a_terminal(nohup):
@@ -337,17 +316,13 @@ def test_ctrl_c_saves_where_it_was_asked_for(tmp_path):
     words = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--train.log_dir", str(tmp_path),
              "--data.max_bytes", "200000", "--train.steps", "100000", "--checkpoint.interval", "100000",
              "--checkpoint.on_sigterm", "true"]
-    run = subprocess.Popen([sys.executable, str(TRAIN), *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT)
-    metrics = tmp_path / "metrics.jsonl"
+    run = Job(tmp_path / "out", sys.executable, TRAIN, *words)
     try:
-        assert soon(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
-        run.send_signal(signal.SIGINT)
-        out = run.communicate(timeout=PATIENCE)[0]
-        assert run.returncode == 0 and "which is saved" in out and (tmp_path / "checkpoints/latest").exists(), out
+        run.until(lambda: len(metrics(tmp_path)) > 2)
+        run.process.send_signal(signal.SIGINT)
+        assert "which is saved" in run.ended() and (tmp_path / "checkpoints/latest").exists(), run.said()
     finally:
-        run.kill()
-        run.wait()
+        run.end()
 
 
 # -- what other jobs leave, and networks -------------------------------------------------------------------------------
@@ -399,9 +374,10 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch):
             keep.enter_context(hold(cfg, launcher=True))
         with pytest.raises(ConfigError, match=f"For 'checkpoint.dir', another run is at work in '{tmp_path}/c'"):
             keep.enter_context(hold(other))
-        refused = run_llama(1, "tiny", "--train.log_dir", str(tmp_path / "run"), "--checkpoint.resume", "latest")
-        out = refused.communicate(timeout=PATIENCE)[0]
-        assert refused.returncode == 2 and out.count("another run is at work") == 1 and "starting" not in out, out
+        with tempfile.TemporaryDirectory() as other:
+            command = recipe(1, "tiny", "--train.log_dir", tmp_path / "run", "--checkpoint.resume", "latest")
+            out = Job(Path(other, "out"), *command).ended(2)
+        assert out.count("another run is at work") == 1 and "starting" not in out, out
         assert {*tmp_path.rglob("*")} == {*before, tmp_path / "b"}
         for role in ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"},
                      {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_NODE_ID": "1"}):  # only rank 0 asks
@@ -457,17 +433,15 @@ def test_a_folder_that_another_user_has_is_refused(tmp_path):
 def test_two_nodes_train_as_one_machine_does(tmp_path, cpu):
     """Each node has its msrun, and they meet over TCP."""
     port, words = str(free_port()), [*TINY, "--train.log_dir", str(tmp_path / "two")]
-    nodes = [run_llama(1, *words, NNODES="2", NODE_RANK=str(i), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-             for i in range(2)]
+    nodes = [Job(tmp_path / f"out{i}", *recipe(1, *words), NNODES="2", NODE_RANK=str(i), MASTER_ADDR="127.0.0.1",
+                 MASTER_PORT=port) for i in range(2)]
     try:
-        out = [node.communicate(timeout=150)[0] for node in nodes]
+        out = [node.ended() for node in nodes]
     finally:
         for node in nodes:
-            node.terminate()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(out)
+            node.end()
     assert "on node 1 of 2" in out[1] and "held-out loss at step 3" in out[0] and "held-out" not in out[1]
     config = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--parallel.tp", "1"]
     run([*config, *words[3:-2], "--train.log_dir", str(tmp_path / "one")])
-    losses = [[r.get("loss", r.get("held_out_loss")) for r in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text()
-                                                                   .splitlines())] for name in ("one", "two")]
+    losses = [[r.get("loss", r.get("held_out_loss")) for r in metrics(tmp_path / name)] for name in ("one", "two")]
     assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)

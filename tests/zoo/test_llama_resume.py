@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole jobs that are killed or asked to end: launch.py names the rank, starts again, and the run is the one it would be."""
-import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from model_zoo.llama.restore import restore
@@ -17,6 +14,7 @@ from model_zoo.llama.trainer import Trainer
 from ms_dtensor.checkpoint import latest
 from ms_dtensor.checkpoint.reader import Reader
 from ms_dtensor.errors import CheckpointError, ConfigError
+from tests.jobs import Job, losses, metrics
 from tests.msrun import PATIENCE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -24,47 +22,17 @@ LLAMA = Path(__file__).resolve().parents[2] / "model_zoo/llama"
 OPTIONS = ["--config", str(LLAMA / "configs/tiny.yaml"), "--data.max_bytes", "200000", "--train.steps", "20"]
 
 
-class Job:
+class Run(Job):
     """launch.py at work."""
 
     def __init__(self, folder: Path, workers: int, *options: str):
-        self.folder, self.out = folder, folder / "out.txt"
+        self.folder = folder
         folder.mkdir()
-        command = [sys.executable, str(LLAMA / "launch.py"), "--workers", str(workers), "--log-dir", str(folder / "logs"),
-                   *OPTIONS, "--train.log_dir", str(folder / "run"), *options]
-        with open(self.out, "wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        super().__init__(folder / "out.txt", sys.executable, LLAMA / "launch.py", "--workers", workers, "--log-dir",
+                         folder / "logs", *OPTIONS, "--train.log_dir", folder / "run", *options)
 
     def steps(self) -> dict[int, float]:
-        path = self.folder / "run/metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
-
-    def until(self, happened, limit: float = 180) -> float:
-        """Seconds until something is so."""
-        begun = time.monotonic()
-        while not happened():
-            assert self.process.poll() is None and time.monotonic() - begun < limit, self.text()
-            time.sleep(0.02)
-        return time.monotonic() - begun
-
-    def text(self) -> str:
-        return self.out.read_text(errors="replace")
-
-    def ended(self, code: int = 0) -> str:
-        assert self.process.wait(300) == code, self.text()
-        return self.text()
-
-    def kill_rank(self, rank: int) -> None:
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                env = process.environ()
-            except psutil.Error:
-                continue
-            if env.get("MS_ROLE") == "MS_WORKER" and env.get("RANK_ID") == str(rank):
-                process.kill()
-                return
-        raise AssertionError(f"no rank {rank}")
+        return losses(self.folder / "run")
 
 
 @pytest.fixture
@@ -72,8 +40,8 @@ def job(tmp_path):
     """Starts jobs; those that a failed test leaves are ended."""
     started = []
 
-    def start(name: str, workers: int, *options: str) -> Job:
-        started.append(Job(tmp_path / name, workers, *options))
+    def start(name: str, workers: int, *options: str) -> Run:
+        started.append(Run(tmp_path / name, workers, *options))
         return started[-1]
     yield start
     for one in started:
@@ -102,9 +70,9 @@ def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(tmp_path
     straight.ended()
     cut = job("cut", 4, *mesh, "--max_restarts", "1")
     cut.until(lambda: 13 <= max(cut.steps(), default=0) and (tmp_path / "cut/run/checkpoints/latest").exists())
-    cut.kill_rank(3)
-    assert cut.until(lambda: "rank 3 was ended by SIGKILL" in cut.text()) < 10
-    assert "going on after step 10" in cut.ended() and cut.text().count("starting 4 ranks") == 2
+    cut.ranks()["3"].kill()
+    assert cut.until(lambda: "rank 3 was ended by SIGKILL" in cut.said()) < 10
+    assert "going on after step 10" in cut.ended() and cut.said().count("starting 4 ranks") == 2
     assert len(cut.steps()) == 20 and cut.steps() == straight.steps()
     one, other = (tensors(tmp_path / name / "run/checkpoints") for name in ("straight", "cut"))
     assert set(one) == set(other) and all(one[k].tobytes() == other[k].tobytes() for k in one)
@@ -124,8 +92,7 @@ def test_sigterm_ends_a_job_cleanly_and_another_goes_on(tmp_path, job, cpu, caps
     train(tmp_path / "job/run", "--checkpoint.resume", "latest")
     assert f"going on after step {step}" in capsys.readouterr().out and sorted(one.steps()) == list(range(1, 21))
     train(tmp_path / "straight")
-    metrics = (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
-    want = {r["step"]: r["loss"] for r in map(json.loads, metrics) if "loss" in r}
+    want = losses(tmp_path / "straight")
     assert all(abs(one.steps()[i] / want[i] - 1) < 1e-5 for i in want), "two ranks, then one: as one"
 
 
@@ -181,25 +148,24 @@ def test_a_run_that_has_its_steps_says_so(tmp_path, cpu, capsys):
         train(tmp_path, *small, "--train.steps", steps, "--checkpoint.resume", "latest")
         said = capsys.readouterr().out
         assert f"nothing to do: 2 steps are done, and train.steps = {steps}" in said and said.count("held-out") == 1
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["held_out_loss"] for line in lines if line["step"] == 2 and "held_out_loss" in line]
-    assert len(losses) == 3 and len(set(losses)) == 1 and not any("held_out_loss" in r for r in lines if r["step"] == 1)
+    lines = metrics(tmp_path)
+    told = [line["held_out_loss"] for line in lines if line["step"] == 2 and "held_out_loss" in line]
+    assert len(told) == 3 and len(set(told)) == 1 and not any("held_out_loss" in r for r in lines if r["step"] == 1)
 
 
-def test_a_run_in_stages_says_its_bubble_and_goes_on_without_them(tmp_path):
+def test_a_run_in_stages_says_its_bubble_and_goes_on_without_them(tmp_path, job):
     """All ranks know the loss of the last stage, and rank 0, which has the first one, says it."""
-    stages = Job(tmp_path / "stages", 2, "--parallel.pp", "2", "--train.micro_batches", "4", "--train.steps", "4",
+    stages = job("stages", 2, "--parallel.pp", "2", "--train.micro_batches", "4", "--train.steps", "4",
                  "--checkpoint.interval", "2", "--metrics.communication", "true")
     out = stages.ended()
     assert "2 ranks: pp=2 dp=1 tp=1" in out and "held-out loss at step 4" in out
     assert "bubble: 20% of a step simulated" in out and "% measured" in out  # (p - 1) / (m + p - 1)
-    rows = [json.loads(line) for line in (tmp_path / "stages/run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in metrics(tmp_path / "stages/run") if "loss" in row]
     assert all(0 < row["bubble"] <= row["comm_share"] < 1 and "exchange pp" in row["comm"] for row in steps)
-    alone = Job(tmp_path / "alone", 1, "--train.steps", "4")
+    alone = job("alone", 1, "--train.steps", "4")
     assert "bubble" not in alone.ended()
     assert np.allclose([*stages.steps().values()], [*alone.steps().values()], rtol=1e-5)
-    on = Job(tmp_path / "on", 1, "--train.steps", "4", "--checkpoint.resume",
+    on = job("on", 1, "--train.steps", "4", "--checkpoint.resume",
              str(tmp_path / "stages/run/checkpoints/step-00000002"))
     on.ended()
     assert [*on.steps()] == [3, 4] and np.allclose([*on.steps().values()], [*alone.steps().values()][2:], rtol=1e-5)

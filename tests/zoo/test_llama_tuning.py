@@ -17,13 +17,13 @@ from model_zoo.llama.restore import restore
 from model_zoo.llama.train import run
 from ms_dtensor.errors import ConfigError
 from tests.dist.cases_llama import SIZES, greedy_without_cache, model
+from tests.jobs import metrics
 
 DEBUG = ["--config", str(Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/debug.yaml")]
 
 
 def held_out(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    return [line["held_out_loss"] for line in metrics(folder) if "held_out_loss" in line]
 
 
 def conversations(file: Path) -> Path:
@@ -164,8 +164,7 @@ def test_a_saved_run_speaks_and_is_measured(tmp_path, cpu, capsys):
     assert text.startswith("def ") and text.count("def ") == 2
     evaluate.run(["--from", str(tmp_path / "run"), "--max_tokens", "3000", "--json", str(tmp_path / "out.json")])
     said = json.loads((tmp_path / "out.json").read_text())
-    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
-    assert said["tokens"] == 3000 and abs(said["loss"] - last["held_out_loss"]) < 0.5
+    assert said["tokens"] == 3000 and abs(said["loss"] - held_out(tmp_path / "run")[-1]) < 0.5
     assert np.isclose(said["perplexity"], np.exp(said["loss"]))
     with pytest.raises(ConfigError, match="--json = '/dev/full' cannot be written: No space left"):
         evaluate.run(["--from", str(tmp_path / "run"), "--max_tokens", "100", "--json", "/dev/full"])

@@ -26,6 +26,7 @@ from ms_dtensor.dispatch.dispatcher import dispatch
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools import cli, trackers
 from ms_dtensor.tools.guard import Diverged
+from tests.jobs import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--data.max_bytes", "200000",
@@ -34,7 +35,7 @@ TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--data.max
 
 def train(folder: Path, *options: str) -> list[dict]:
     run([*TINY, "--train.log_dir", str(folder), *options])
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics(folder)
 
 
 def test_a_step_records_what_the_page_promises(tmp_path, cpu, capsys):
@@ -221,7 +222,7 @@ def test_a_tracker_whose_disk_is_full_is_one_message_when_it_writes(tmp_path, mo
             assert steps == 1
         finally:
             report.close()
-    assert 1 <= len((tmp_path / "metrics.jsonl").read_text().splitlines()) <= min(steps, 5)  # the disk of these has room
+    assert 1 <= len(metrics(tmp_path)) <= min(steps, 5)  # the disk of these has room
 
 
 def test_a_line_that_no_log_has_room_for_is_one_message(tmp_path, monkeypatch):
