@@ -305,6 +305,8 @@ def readers_of_one_activation_share_one_move(world, line):
 def whose_data_is_the_truth(world, grid):
     mine = data(80 + world.rank, 5, 4)
     equal(distribute_tensor(mine, grid, [S(0), R]), data(80, 5, 4), "coordinate 0's")
+    for placement in (S(0), S(1), R):
+        equal(distribute_tensor(mine, mesh_1d(), [placement], src_data_rank=1), data(81, 5, 4), "rank 1's")
     with counted({}):
         own = placed(mine, grid, S(0), R)
     lo, hi = own.layout.local_box()[0]

@@ -372,7 +372,9 @@ def test_token_files_know_their_tokenizer(words):
     assert find_tokenizer(two, cfg, None) == str(out / "tokenizer.json") and find_tokenizer(two, cfg, one) == one
     assert find_tokenizer(two, DataConfig(), None) == Path(two) / "tokenizer.json"
     assert find_tokenizer(nowhere, DataConfig(), None) is None
-    said(lambda: load_text(DataConfig(path=str(words / "texts"), tokenizer=one), 302, 16), "data.path names a text")
+    for path in (str(words / "texts"), None):
+        said(lambda path=path: load_text(DataConfig(path=path, tokenizer=one), 302, 16), "data.path names a text",
+             "prepare_data.py --tokenizer makes token files")
     own = Config(data=cfg, model=ModelConfig(vocab_size=302))
     assert read_tokens(nowhere, str(words / "texts/0.txt"), None, own, 16)[:2].tolist() == [2, 3]
     assert read_tokens(nowhere, str(out / "train.tokens"), None, own, 16)[:2].tolist() == [2, 3]

@@ -140,14 +140,6 @@ def test_content_that_cannot_be_made_text_is_refused_with_its_line(tmp_path):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-def test_a_tokenizer_for_a_text_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("ab" * 4000)
-    for path in (str(tmp_path / "a.txt"), None):
-        with pytest.raises(ConfigError, match="data.tokenizer is set, and data.path names a text") as caught:
-            load_text(DataConfig(path=path, tokenizer="tok"), 512, 16)
-        assert "prepare_data.py --tokenizer makes token files" in str(caught.value)
-
-
 def test_a_package_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("datasets", "tokenizers"):
