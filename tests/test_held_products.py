@@ -119,7 +119,9 @@ class Place:
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
 @pytest.mark.parametrize(("layer", "saved_of", "taken_of"), [
     (nn.Dense, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),  # of each product the activation and its result's gradient
-    (mint.nn.Linear, [(4, 8), (4, 8), (4, 8), (8, 8)], [])])  # with its bias it has a graph: the activation and the weight
+    (mint.nn.Linear, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),
+    # one of no matrices has a graph of its own, which has the activation and the weight
+    (lambda *of: Own(lambda x, w: mint.bmm(x[None], w)[0], 1, *of), [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 8, 8)], [])])
 def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, taken_of, distributed):
     net = nn.SequentialCell(nn.LayerNorm((8,)), layer(8, 8), nn.ReLU(), layer(8, 4))
     stage, saved = stage_of(net, distributed), []
@@ -167,17 +169,16 @@ def test_products_of_one_input_hold_it_once():
     made.drop()
 
 
-MATRICES = ["Dense without bias", "Linear without bias", "matmul", "@", "transposed"]  # most have no graph of their own
+MATRICES = ["Dense without bias", "Linear", "Linear without bias", "matmul", "@", "transposed"]  # have no graph of their own
 
 
-@pytest.mark.parametrize("name", MATRICES[:-1])  # MindSpore itself does not see that of a view's base
+@pytest.mark.parametrize("name", MATRICES[:-1])  # MindSpore does not see that of a view's base
 def test_a_weight_that_is_written_to_between_the_forward_and_its_backward_is_refused(name):
     stage = stage_of(CELLS[name][0](), False)
-    p, = stage.params()
-    made = stage.record((drawn(4, 8),), {}, None, in_parts=True)
-    p.copy_(drawn(*p.shape))
+    made, params = stage.record((drawn(4, 8),), {}, None, in_parts=True), stage.params()
+    params[0].copy_(drawn(*params[0].shape))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        made.backward_inputs(drawn(4, 4), [p])
+        made.backward_inputs(drawn(4, 4), params)
     made.drop()
 
 
@@ -203,12 +204,14 @@ def test_products_of_what_is_recomputed(name, rows, trained, distributed):
 def test_no_rows_give_a_weight_no_gradient(name):
     """Of nothing to add up MindSpore's kernels write nothing, and what lay there would be a gradient."""
     stage = stage_of(CELLS[name][0](), False)
-    p, = stage.params()
-    lain = [drawn(*p.shape) for _ in range(50)]
+    params = stage.params()
+    lain = [drawn(*p.shape) for p in params for _ in range(50)]
     made = stage.record((drawn(0, 8),), {}, None, in_parts=True)
     del lain
-    (dx,), (dw,) = made.backward([drawn(0, 4)], [p])
-    assert dx.shape == (0, 8) and dw.shape == p.shape and not dw.asnumpy().any()
+    (dx,), grads = made.backward([drawn(0, 4)], params)
+    assert dx.shape == (0, 8)
+    for p, dw in zip(params, grads, strict=True):
+        assert dw.shape == p.shape and not dw.asnumpy().any()
 
 
 def test_parts_come_once_and_in_order():

@@ -47,10 +47,11 @@ class Matrices(NamedTuple):
     transposed: bool  # the matrix is
     classic: bool  # MindSpore's backward runs `MatMul`, which transposes in the kernel, or else `mint.matmul`: bits
     keeps_both: bool = False  # MindSpore's node does, whatever is asked: of what is recomputed, as many are saved each time
+    tensors: int = 2
 
 
-KNOWN: dict[str, dict[tuple, Matrices]] = {  # by MindSpore's name of the op, and what follows the two
-    "Dense": {(None,): Matrices(True, True, True)},
+KNOWN: dict[str, dict[tuple, Matrices]] = {  # by MindSpore's name of the op, and what follows the two; Tensor: a bias
+    "Dense": {(None,): Matrices(True, True, True), (Tensor,): Matrices(True, True, True, 3)},
     "MatMul": {(False, True): Matrices(True, True), (False, False): Matrices(False, True)},
     "MatMulExt": {(): Matrices(False, False)}}
 
@@ -122,10 +123,10 @@ class Holding:
         `given` are operands before anything was done to them; `known`: `run` is MindSpore's function alone.
         """
         weights = self.weights
-        if known is not None and id(given[1]) in weights and id(given[0]) not in weights:
-            x, w = operands
+        if known is not None and id(given[0]) not in weights and all([id(w) in weights for w in given[1:]]):
+            x, w, *_ = operands
             if w.ndim == 2 and x.ndim > 1 and x.dtype == w.dtype and x.is_floating_point():
-                return _OfMatrices.apply((known, run, w, self.products), self.anchor,
+                return _OfMatrices.apply((known, run, operands[1:], self.products), self.anchor,
                                          x if x.__class__ is Tensor else local_alias(x))
         others = [i for i, x in enumerate(given) if id(x) not in weights]
         xs = [operands[i] for i in others]
@@ -170,19 +171,20 @@ class _Held(Function):
 
 
 class _OfMatrices(Function):
-    """`x @ w.T` or `x @ w`. Its gradients are products, too: a graph for them, with a backward of its own, costs as much."""
+    """`x @ w.T`, to which a bias may be added, or `x @ w`. Its gradients are products, too: a graph for them, with a
+    backward of its own, costs as much."""
 
     @staticmethod
     def forward(ctx, what: tuple, anchor, x):
-        known, run, w, _ = what
+        known, run, weights, _ = what
         ctx.what = what, x._requires_grad
-        ctx.save_for_backward(*((x, detach(w)) if x._requires_grad or known.keeps_both else (x,)))
-        return run(x, w)
+        ctx.save_for_backward(*((x, detach(weights[0])) if x._requires_grad or known.keeps_both else (x,)))
+        return run(x, *weights)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, *saved), ((known, _, w, products), asked) = ctx.saved_tensors, ctx.what
-        products.append(partial(_of_weight, known, w, x, dy))
+        (x, *saved), ((known, _, weights, products), asked) = ctx.saved_tensors, ctx.what
+        products.append(partial(_of_weights, known, weights, x, dy))
         if not asked:
             return None, None, None
         if not known.classic:
@@ -191,11 +193,13 @@ class _OfMatrices(Function):
         return None, None, dx if dx.ndim == x.ndim else dx.reshape(x._shape)
 
 
-def _of_weight(known: Matrices, w: Tensor, x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+def _of_weights(known: Matrices, weights: Sequence[Tensor], x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     if 0 in x._shape:  # of no rows the kernel writes nothing: what lay there would be a gradient
         return ()
-    a, b = (_rows(dy), _rows(x)) if known.transposed else (_rows(x), _rows(dy))
-    return (w, _classic(True, False)(a, b) if known.classic else mint.matmul(a.t(), b)),
+    dy = _rows(dy)
+    a, b = (dy, _rows(x)) if known.transposed else (_rows(x), dy)
+    product = _classic(True, False)(a, b) if known.classic else mint.matmul(a.t(), b)
+    return zip(weights, (product, mint.sum(dy, 0)) if len(weights) > 1 else (product,))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -228,18 +232,24 @@ class WeightGradients:
 def known_matrices(func, args, kwargs) -> Matrices | None:
     """What is known of a call; None: what MindSpore records of it is needed."""
     kinds = None if kwargs or len(args) < 2 else KNOWN.get(op_name(func))
-    return None if kinds is None else kinds.get(tuple(args[2:]))
+    return None if kinds is None else kinds.get(tuple([Tensor if isinstance(x, Tensor) else x for x in args[2:]]))
 
 
 def plain_product(store: Holding, func, args, kwargs) -> Any:
     """A call on plain tensors and gates, under the guard."""
-    run: Callable[..., Tensor]
-    if (known := known_matrices(func, args, kwargs)) is not None:
-        x, w, *after = args
-        run = func if not after else lambda x, w: func(x, w, *after)
-        out = store.product(run, (x, w), (x, w), known)
-        store.computed((x, w), out)
-        return out
+    known = known_matrices(func, args, kwargs)
+    if known is not None:
+        given, after = args[:known.tensors], args[known.tensors:]
+        out = store.product(func if not after else lambda *xs: func(*xs, *after), given, given, known)
+    else:
+        run, given = _of_tensors(func, args, kwargs)
+        out = store.product(run, given, given) if modes.canonical(op_name(func)) in PRODUCTS else run(*given)
+    store.computed(given, out)
+    return out
+
+
+def _of_tensors(func, args, kwargs) -> tuple[Callable[..., Any], Sequence[Tensor]]:
+    """A call as a function of its tensors, and these."""
     primitive: Any = None
     if len(args) == 3 and isinstance(args[0], ms.ops.Primitive):
         primitive, _, args = args
@@ -247,23 +257,14 @@ def plain_product(store: Holding, func, args, kwargs) -> Any:
     while n < len(args) and isinstance(args[n], Tensor):
         n += 1
     rest = args[n:]
-    if not kwargs and all([a is None or a.__class__ is bool for a in rest]):
-        given: Sequence[Tensor] = args[:n]
-        if primitive is not None:
-            def run(*xs):
-                return func(primitive, primitive.name, (*xs, *rest))
-        elif rest:
-            def run(*xs):
-                return func(*xs, *rest)
-        else:
-            run = func
-    else:
+    if kwargs or not all([a is None or a.__class__ is bool for a in rest]):
         given = leaves((args, kwargs or {}), Tensor)
         call = OpCall(func, primitive, args, kwargs, given)
 
         def run(*xs):
             it = iter(xs)
             return call.compute(*refill(tuple(args), it), **refill(kwargs or {}, it))
-    out = store.product(run, given, given) if modes.canonical(op_name(func)) in PRODUCTS else run(*given)
-    store.computed(given, out)
-    return out
+        return run, given
+    if primitive is not None:
+        return lambda *xs: func(primitive, primitive.name, (*xs, *rest)), args[:n]
+    return (lambda *xs: func(*xs, *rest)) if rest else func, args[:n]
