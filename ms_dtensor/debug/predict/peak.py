@@ -15,7 +15,7 @@ from typing import Literal
 
 MASTER = 4  # bytes of a parameter that is trained, and of its gradient
 MOMENTS = 8  # AdamW's
-ROWS = 11  # bytes an element of a choice's row, twice: of experts of other ranks rows are cast, gathered, added in float32
+ROWS = 10  # bytes an element of a choice's row, twice: of experts of other ranks rows are cast, gathered, added in float32
 
 
 @dataclass(frozen=True, slots=True)
