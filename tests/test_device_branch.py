@@ -168,6 +168,65 @@ def test_gathered_parameters_are_given_back_after_their_use(npu, monkeypatch):
         assert not rooms._alive, "a room is kept that nobody can come back to"
 
 
+def memory(count: int, dtype=ms.float32) -> rooms.RoomMemory:
+    return rooms.RoomMemory([(count,)], dtype, lambda: None)
+
+
+def test_a_room_is_the_smallest_that_is_free_of_the_dtype_and_not_much_too_large(npu):
+    of_four, of_seven, shorter = rooms.Room(4, ms.float32), rooms.Room(7, ms.float32), rooms.Room(4, ms.bfloat16)
+    assert rooms.Room.free(3, ms.float32) is rooms.Room.free(4, ms.float32) is of_four
+    assert rooms.Room.free(4, ms.bfloat16) is shorter and rooms.Room.free(5, ms.float32) is of_seven
+    held = memory(4)
+    held.claim(of_four)
+    assert rooms.Room.free(4, ms.float32) is of_seven, "of twice what it needs"
+    assert (made := rooms.Room.free(3, ms.float32)) not in (of_four, of_seven, shorter) and made.count == 3
+    held.release()
+    assert rooms.Room.free(4, ms.float32) is of_four
+    held.claim(of_seven)
+    held.claim(shorter)
+    assert held.rooms[0] is held.room() is shorter, "the last"
+
+
+def test_who_was_set_aside_and_is_gone_does_not_come_back(npu):
+    """The last that is left has the room again, with its own values."""
+    room, four = rooms.Room(4, ms.float32), [memory(4) for _ in range(4)]
+    for i, one in enumerate(four):
+        one.claim(room)
+        one.claim(room)
+        assert one.rooms == [room]
+        room.fill(Tensor([float(i)] * 4, ms.float32))
+    four[1].release()  # while it is aside
+    for left, i in ((3, 2), (2, 0)):
+        four[left].release()
+        assert room.holder is four[i] and room.flat.asnumpy().tolist() == [float(i)] * 4
+    four[0].release()
+    assert room.holder is None and not room.aside
+
+
+def test_parameters_in_two_rooms_are_read_where_they_are(npu):
+    one, two, mine = rooms.Room(4, ms.float32), rooms.Room(6, ms.float32), memory(4)
+    mine.claim(one)
+    one.fill(Tensor(rows(1, 4)))
+    for room in (two, one, two):
+        mine.bring(room)
+        assert mine.room() is room, "the forward whose backward asked last had them there"
+    assert mine.rooms == [two, one]
+    by_two, by_one = memory(5), memory(4)
+    by_two.claim(two)
+    two.fill(Tensor(rows(2, 5)))
+    assert mine.room() is one
+    np.testing.assert_array_equal(mine.tensor(0).asnumpy(), rows(1, 4))
+    by_one.claim(one)
+    one.fill(Tensor(rows(3, 4)))
+    np.testing.assert_array_equal(mine.tensor(0).asnumpy(), rows(1, 4))  # set aside in both: brought back to the later one
+    assert mine.room() is two and by_two in two.aside and one.holder is by_one
+    mine.release()
+    assert two.holder is by_two and not two.aside and not one.aside
+    np.testing.assert_array_equal(by_two.tensor(0).asnumpy(), rows(2, 5))
+    assert two.part(5).shape == by_two.joined(0, 5).shape == (5,)
+    np.testing.assert_array_equal(by_two.joined(1, 4).asnumpy(), rows(2, 5)[1:4])
+
+
 def test_who_reads_local_tensors_in_its_backward_is_not_set_aside(npu):
     """Nobody would know when to put it back: refused, as its numbers would be another's."""
     first, second = (rooms.RoomMemory([(4,)], ms.float32, leaves) for leaves in (refuse, lambda: None))

@@ -95,6 +95,28 @@ def gradients_completed_late_are_whole_for_whoever_asks(world):
     equal(got, want)
 
 
+def a_weight_of_16_bits_whose_uses_differ_over_another_axis(world):
+    """Its gradient comes in two layouts, so as two summands: autograd has added up neither, and one is kept as it comes."""
+    def scaled(x, w):
+        everywhere = x.redistribute(placements=[S(0), S(0)]) if isinstance(x, md.DTensor) else x
+        return mint.tanh(x * w).sum() + (everywhere * everywhere * w).sum()
+
+    def made():
+        return filled(Built(lambda c, x: scaled(x, c.w), w=Parameter(Tensor([0.0] * 5), name="w")))
+
+    def run(mesh):
+        net = md.fully_shard(md.distribute_module(made(), mesh), mesh=mesh["dp"], mp_policy=md.MixedPrecisionPolicy(ms.bfloat16, ms.float32))
+        rows = md.distribute_tensor(Tensor(ROWS), mesh, [S(0), R], src_data_rank=None)
+        return md.value_and_grad(net, None, net.trainable_params())(rows)
+    plain = made()
+    want = ms.value_and_grad(plain, None, plain.trainable_params())(Tensor(ROWS))
+    got = run(mesh_2d())
+    equal(got[1], want[1], "", 2e-2)
+    with rehearsed():
+        on_device = run(md.init_device_mesh("npu", (2, 2), mesh_dim_names=("dp", "tp")))
+        equal(on_device[1], got[1], "on devices", 2**-7)
+
+
 def several_dtypes_in_a_unit(world):
     def mixed():
         return filled(Built(lambda c, x: c.one(x) * c.scale.astype(ms.float32) + c.shift.astype(ms.float32),

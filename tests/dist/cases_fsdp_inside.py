@@ -117,6 +117,15 @@ def cells_of_a_larger_unit_run_again(world):
                 same_step(net, plain, mesh)
 
 
+def plain_outputs_of_styles_pass_a_units_border(world, grid):
+    """A style hands out a plain tensor and notes how it lies; behind the unit it is the DTensor that it was."""
+    def made():
+        return filled(Built(lambda c, x: c.down(mint.tanh(c.up(x))), up=nn.Dense(5, 6), down=nn.Dense(6, 5)))
+    plain, net = made(), made()
+    md.parallelize_module(net, grid["tp"], {"up": md.ColwiseParallel(use_local_output=False), "down": md.RowwiseParallel()})
+    same_step(whole(net, grid["dp"]), plain, grid["dp"])
+
+
 def tied_frozen_and_single_numbers_run_again(world):
     mesh = fsdp()
     for cut in (whole, divided):

@@ -15,6 +15,7 @@ from ms_dtensor import Replicate, Shard, checkpoint_wrapper, distribute_tensor, 
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, each, equal, refusal
+from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
 
 ROWS = np.random.default_rng(3).normal(size=(8, 6)).astype(np.float32)
@@ -174,6 +175,22 @@ def local_cells_have_the_gradients_of_one_device(world):
         assert all(p.grad is None for p in params)
         net.set_reduce_op_type("sum")
         check_grads(net, step()[1], [w * data_of(mesh).size() for w in want], "sum")
+
+
+@case(2)
+def local_cells_on_emulated_devices_have_the_same_gradients(world):
+    """Averages are scaled where they lie, and sums are not."""
+    _, want = reference()
+    with rehearsed(clock=False):
+        mesh = init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+        for how in ({}, {"reshard_after_forward": False}):
+            net, (x, y) = wrapped(mesh, **how), mine(mesh)
+            step = value_and_grad(lambda net=net, x=x, y=y: loss_on(net, x, y), None, net.trainable_params())
+            for _ in range(STEPS):
+                got = step()
+            check_grads(net, got[1], want, f"average {how}", 1e-4)
+            net.set_reduce_op_type("sum")
+            check_grads(net, step()[1], [w * 2 for w in want], f"sum {how}", 1e-4)
 
 
 @case((2, 4), timeout=240)

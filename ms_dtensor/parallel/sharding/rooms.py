@@ -34,7 +34,7 @@ class Room:
     Attributes:
         flat: its memory.
         holder: whose parameters lie in it.
-        aside: of who has had to leave it, copies of what lay there, the last one last.
+        aside: of who has had to leave it, copies of what lay there, the last one last; of a free one nobody has.
     """
 
     def __init__(self, count: int, dtype):
@@ -48,7 +48,7 @@ class Room:
     @classmethod
     def free(cls, count: int, dtype) -> Room:
         """The smallest that is free and large enough, or a new one."""
-        fit = [room for room in _alive.values() if room.holder is None and not room.aside and room.dtype == dtype
+        fit = [room for room in _alive.values() if room.holder is None and room.dtype == dtype
                and room._dry is executing() and count <= room.count <= _ROOMY * count]
         return min(fit, key=lambda room: room.count) if fit else cls(count, dtype)
 
