@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor.errors import OpRuleError
+from ms_dtensor.internals.names import Function, InsertGradientOf
 from ms_dtensor.pipeline import PipelineStage
 from tests.sharding.support import filled
 
@@ -50,6 +51,16 @@ class Tied(nn.Cell):
         return mint.matmul(mint.tanh(self.frozen(x)), self.table.embedding_table.swapaxes(0, 1))
 
 
+def small(gradient):
+    return ms.ops.clamp(gradient, -.01, .01)  # of a sum it is another than the sum of both
+
+
+def hooked(w):
+    y = w * 1.5
+    y.register_hook(small)
+    return y
+
+
 CELLS = {  # a cell, and how many held products it has
     "Dense": (lambda: nn.Dense(8, 4), 1),
     "Dense without bias": (lambda: nn.Dense(8, 4, has_bias=False), 1),
@@ -63,6 +74,9 @@ CELLS = {  # a cell, and how many held products it has
     "bmm": (lambda: Own(lambda x, w: mint.bmm(x.reshape((2, 2, 8)), w), 2, 8, 3), 1),
     "of weights alone": (lambda: Own(lambda x, w: mint.matmul(x, mint.matmul(w, w)), 8, 8), 1),
     "also summed": (lambda: Own(lambda x, w: mint.matmul(x, w.T) * (w * w).sum() + w.T.sum(), 4, 8), 1),
+    "with a hook, also summed": (lambda: Own(lambda x, w: mint.matmul(x, v := hooked(w)) + v.sum(), 8, 4), 0),
+    "with a gradient's function, also summed": (
+        lambda: Own(lambda x, w: mint.matmul(x, v := InsertGradientOf(small)(w * 1.5)) + v.sum(), 8, 4), 0),
     "no product": (lambda: Own(lambda x, w: x * w, 8), 0),
     "norm": (lambda: nn.SequentialCell(nn.LayerNorm((8,)), nn.Dense(8, 8), nn.ReLU(), nn.Dense(8, 4)), 2),
     "tied": (Tied, 1),
@@ -72,7 +86,7 @@ CELLS = {  # a cell, and how many held products it has
 def stage_of(cell: nn.Cell, distributed: bool) -> PipelineStage:
     mesh = md.init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
     cell = filled(cell)
-    return PipelineStage(md.distribute_module(cell, mesh["tp"]) if distributed else cell, 0, 1, mesh["pp"])
+    return PipelineStage(md.distribute_module(cell, mesh["tp"]) if distributed else cell, 1, 2, mesh["pp"])
 
 
 def given(stage: PipelineStage, x: Tensor, distributed: bool) -> Tensor:
@@ -239,6 +253,37 @@ def test_a_weight_that_is_reached_past_its_cell_has_its_gradient_too():
     got = stage.record((x,), {}, loss, in_parts=True).backward(None, stage.params())
     for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         np.testing.assert_allclose(array(a), array(b), rtol=1e-6)
+
+
+class Times(Function):
+    """A product that notes whose gradients it is asked for."""
+
+    asked: list[tuple] = []
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        Times.asked.append(ctx.needs_input_grad)
+        x, w = ctx.saved_tensors
+        return dy * w, dy * x
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_batch_has_no_gradient(in_parts):
+    """It costs what nobody takes: of a first product over tp also an all-reduce."""
+    mesh, x = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), drawn(4, 8)
+    got = {}
+    for index in (0, 1):
+        cell = filled(Own(Times.apply, 8))
+        stage = PipelineStage(cell, index, 2, mesh)
+        dx, got[index] = stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts).backward(None, stage.params())
+        assert len(dx) == index and Times.asked.pop() == (index == 1, True)
+        y = mint.tanh(x)
+        np.testing.assert_allclose(got[index][0].asnumpy(), (3 * (y * cell.w) ** 2 * y).sum(0).asnumpy() / 32, rtol=1e-5)
 
 
 def test_what_raises_in_the_forward_leaves_parameters_in_their_places():

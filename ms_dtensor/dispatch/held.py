@@ -61,6 +61,10 @@ class GatedTensor(Tensor):
 
     requires_grad = True
 
+    def register_hook(self, hook):
+        hooked(self)
+        return super().register_hook(hook)
+
 
 class Holding:
     """What one forward leaves for later.
@@ -134,6 +138,12 @@ class Holding:
             return run(*operands)
         return _Held.apply((self, run, operands, others), self.anchor,
                            *[x if x.__class__ is Tensor else local_alias(x) for x in xs])
+
+
+def hooked(x: Tensor) -> None:
+    """What has a hook of its own is no weight: both parts would call it, each with a part of the gradient."""
+    if (store := holding.get()) is not None:
+        store.weights.pop(id(x), None)
 
 
 class _Held(Function):

@@ -70,7 +70,8 @@ class PipelineStage:
         """The forward of a micro-batch; `then` is applied to the output. The backward comes in one part or in two."""
         def run(*inputs):
             return self.run(inputs, kwargs, then, in_parts)
-        return (HeldRecording if in_parts else Recording).of(run, *inputs)
+        kind = HeldRecording if in_parts else Recording
+        return kind.of(lambda: run(*inputs)) if self.is_first else kind.of(run, *inputs)  # nobody wants the batch's gradient
 
     def run(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None, in_parts: bool = False) -> Any:
         """The forward alone; what nobody records is an evaluation."""

@@ -306,21 +306,28 @@ class Stopped(Block):
 
 
 def frozen_stages_that_stop_gradients_have_no_backward(world):
-    """As docs/pipeline.md says; their messages are sent all the same, and without the stop their backward runs."""
+    """As docs/pipeline.md says; their messages are sent all the same. Without the stop that of the second one runs."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    for name, stop in itertools.product(("1f1b", "zbh1"), (True, False)):
+
+    def calls(name: str, split: list, stop: bool) -> int:
         net = Net()
         if stop:
             net.layers[2] = Stopped()
         filled(net)
         set_trained(False, net.first, *net.layers[:3])
         want = one_device(net, False)
-        schedule = KINDS[name][0](pipeline(net, mesh, split=["layers.3"]), 4, loss_fn)
+        schedule = KINDS[name][0](pipeline(net, mesh, split=split, style=style_of(name)), 4, loss_fn)
         ran = mock.patch.object(recording, "run_backward", side_effect=recording.run_backward)
         with ran as run, comm.record() as events:
             right(schedule, want, f"{name}, {stop=}")
-        assert (not run.called) == (stop and world.rank == 0), (name, stop, run.call_count)
-        assert sum(e.op == "exchange" and e.shape == (6, 4) for e in events) == 4, "one for each microbatch"
+        borders = len(split)
+        assert sum(e.op == "exchange" and e.shape == (6, 4) for e in events) == 4 * (borders - (name == "zbv")), events
+        return run.call_count
+    for name in ("1f1b", "zbh1"):  # nobody wants the gradient of the batch
+        assert (not calls(name, ["layers.3"], False)) == (world.rank == 0), name
+    for name in ("interleaved", "zbv"):
+        stopped, not_stopped = (calls(name, ["layers.1", "layers.3", "layers.5"], stop) for stop in (True, False))
+        assert (stopped < not_stopped) == (world.rank == 1), (name, stopped, not_stopped)
 
 
 def batches_of_ints_and_losses_of_doubles(world):

@@ -19,6 +19,7 @@ from mindspore import Tensor, nn
 
 from ...comm.packing import copy, write
 from ...core.layout import Layout, in_dtype
+from ...core.tree import leaves
 from ...errors import LayoutError, OpRuleError
 from ...internals.names import (
     CellBackwardHook,
@@ -30,6 +31,7 @@ from ...internals.names import (
     executor,
 )
 from ..cotangent import summed_gradient
+from ..held import hooked
 from ..operands import as_local, local_alias, redistribute, wrap
 from .undo import Patched
 
@@ -65,6 +67,7 @@ def register_hook(self, hook):
         >>> md.grad(doubled)(md.ones(2, device_mesh=mesh)).tolist()
         [4.0, 4.0]
     """
+    hooked(self)
     memo = self._memo
     if memo is not None and not self._is_leaf:
         if memo.with_cotangent and (memo.source is not None or memo.view_of is not None):
@@ -287,7 +290,10 @@ def _hook_primitive(original):
     def call(self, *args):
         layouts = [x._layout for x in args if getattr(x, "_layout", None) is not None]
         if not layouts:
-            return original(self, *args)
+            out = original(self, *args)
+            for x in leaves(out, Tensor):
+                hooked(x)
+            return out
         hook, one = self.__dict__.get(_GIVEN), isinstance(self, InsertGradientOf)
         if hook is None and not one:
             raise OpRuleError("For 'HookBackward', it was made before the first DTensor.", layouts[0].describe(),
