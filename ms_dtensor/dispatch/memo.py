@@ -6,7 +6,20 @@ one's.
 """
 from __future__ import annotations
 
+from contextvars import ContextVar
+from itertools import count
 from typing import Any
+
+from mindspore import Parameter
+
+from ..internals.names import set_versions
+
+# Whether a cell runs its forward again, in the backward; what it writes then is not counted, and taken back.
+recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
+# Of the forward of a `Recording`, of which others may run before its backward: names of parameters that it has written.
+# Each write is counted then, as `copy_` is: to MindSpore, `ops.assign` and `set_data` leave a tensor what it was.
+written_apart: ContextVar[list[str] | None] = ContextVar("ms_dtensor_written_apart", default=None)
+_versions = count(1 << 32)  # higher than those that MindSpore counts
 
 
 class Memo:
@@ -21,6 +34,7 @@ class Memo:
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
     written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too
+    written_back: int = 0  # of a Parameter: how often what stood for it in a unit was written
     stepped: int = 0  # of a Parameter: how often an optimizer has written it, of which `written` does not tell
     versioned: int = 0  # of these writes, those that MindSpore refuses between a use and its backward
     stood_for: Any = None  # of a Parameter in whose place another tensor stands: is called when the Parameter is written
@@ -37,9 +51,24 @@ def wrote(x, versioned: bool = False) -> None:
     """A DTensor has other values from here on."""
     memo = memo_of(x)
     memo.written += 1
-    memo.versioned += versioned
+    if not recomputing.get():
+        if memo.lent is None or not x._requires_grad:  # of a trained one a backward finds what its forward had
+            versioned = written_in_a_recording(x) or versioned
+        memo.versioned += versioned
+        if memo.lent is not None and not x._requires_grad:  # who reads it backward asks for the parameter
+            memo_of(memo.lent[1]).versioned += versioned
     if memo.stood_for is not None:
         memo.stood_for()
+
+
+def written_in_a_recording(x) -> bool:
+    """Whether it was; then a backward that needs what was there before is refused, by MindSpore or by a unit."""
+    names = None if recomputing.get() else written_apart.get()
+    if names is not None:
+        given = x if isinstance(x, Parameter) else getattr(x, "inited_param", None)
+        names.append("a tensor" if given is None else given.name)
+        set_versions([x], [next(_versions)])
+    return names is not None
 
 
 def times_written(x) -> int:

@@ -25,6 +25,7 @@ from ..ops.local.dtypes import full
 from . import patches
 from .cotangent import summed_gradient
 from .held import Holding, holding
+from .memo import written_apart
 from .operands import leaf_of, local_alias, recording, retag, wrap
 from .patches.gradients import apart, as_cotangents, deliver, end_abandoned, layouts_of
 
@@ -35,10 +36,11 @@ class Recording:
     Attributes:
         inputs: what the forward ran on: of tensors of floating point leaves of its own, with the values given.
         outputs: what it returned; its tensors are those that the backward begins at.
+        written: names of parameters that the forward has written.
     """
 
-    def __init__(self, inputs: tuple, outputs: Any, participants: list):
-        self.inputs, self.outputs, self._participants = inputs, outputs, participants
+    def __init__(self, inputs: tuple, outputs: Any, participants: list, written: list[str]):
+        self.inputs, self.outputs, self._participants, self.written = inputs, outputs, participants, written
 
     @classmethod
     def of(cls, fn: Callable, *inputs) -> Recording:
@@ -53,6 +55,7 @@ class Recording:
             ConfigError: this MindSpore has no such engine.
         """
         check_recordings()
+        patches.written.install()
         end_abandoned()
         if recording() or not enabled():
             raise OpRuleError("For 'Recording.of', a forward cannot be recorded here.", str(fn),
@@ -62,13 +65,16 @@ class Recording:
             inputs = map_leaves(lambda x: leaf_of(x, True) if x.is_floating_point() else x, inputs, Tensor)
         if (dry := executing()) is not None:
             dry.forward_begins()
+        written: list[str] = []
+        token = written_apart.set(written)
         with apart() as participants:
             executor.set_grad_flag(True)
             try:
                 outputs = fn(*inputs)
             finally:
                 executor.set_grad_flag(False)
-        return cls(inputs, outputs, participants)
+                written_apart.reset(token)
+        return cls(inputs, outputs, participants, written)
 
     def backward(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> tuple[list, list]:
         """Gradients of the inputs that are tensors of floating point, and of parameters; zeros where none arrives.

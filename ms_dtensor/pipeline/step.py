@@ -62,6 +62,7 @@ class Step:
         self.own: set[int] = set()  # whose sums are tensors that this step made
         self.starts: dict[tuple, Tensor] = {}  # cotangents of losses, by weight and dtype
         self.losses: list[Any] = []
+        self.written: dict[str, None] = {}  # names of what forwards have written
         if (dry := executing()) is not None:
             dry.picture = partial(_picture, schedule.actions)
 
@@ -149,6 +150,7 @@ class Step:
         then = None if loss_fn is None else lambda out: _number(loss_fn(out, target))
         if self.training:
             made = self.recordings[s, i] = stage.record(inputs, kwargs, then, (s, i) in self.in_parts)
+            self.written.update(dict.fromkeys(made.written))
             out = map_leaves(detached, made.outputs, Tensor)
         else:
             out = stage.run(inputs, kwargs, then)
@@ -175,22 +177,42 @@ class Step:
             cotangents = [next(arriving) if x.is_floating_point() else x for x in leaves(made.outputs, Tensor)]
         grads: list = []
         if isinstance(made, HeldRecording) and action.kind == "I":
-            dx = made.backward_inputs(cotangents, params)
+            with self._naming_what_was_written():
+                dx = made.backward_inputs(cotangents, params)
         else:
             del self.recordings[s, i]
             self.left[s] -= 1
             if self.left[s] in (0, self.schedule.n_microbatches - 1):  # it walks through all cells
                 stage.synchronise(self.left[s] == 0)
-            if isinstance(made, HeldRecording):
-                grads = made.backward_weights(params)
-            else:
-                dx, grads = made.backward(cotangents, params)
+            with self._naming_what_was_written():
+                if isinstance(made, HeldRecording):
+                    grads = made.backward_weights(params)
+                else:
+                    dx, grads = made.backward(cotangents, params)
         for p, g in zip(params, grads):
             if id(p) in stage.held_back:  # zeros: the last micro-batch's gradient has all
                 continue
             self._add(id(p), g)
         if action.kind != "W" and not stage.is_first:
             self.there["B", s, i] = dx
+
+    @contextmanager
+    def _naming_what_was_written(self) -> Iterator[None]:
+        """MindSpore says that something was; it does not say what.
+
+        Raises:
+            ScheduleError: another microbatch's forward has written what this backward reads.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.written or "modified by an inplace operation" not in str(error):
+                raise
+            raise ScheduleError("For a pipeline, a backward reads what a forward has written since.",
+                                f"written: {', '.join(list(self.written)[:5])}", "Between a microbatch's forward and its "
+                                "backward others run, which one device runs after both.",
+                                ("read a copy: self.scale * 1 in place of self.scale",
+                                 "checkpoint_wrapper(cell), which remembers what its forward has read")) from error
 
     def _start(self, weight: float, dtype: Any) -> Tensor:
         """The cotangent of a loss that counts by this weight."""

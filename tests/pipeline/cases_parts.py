@@ -36,7 +36,7 @@ def parts_beside_an_axis(world):
         mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", other))
         net = filled(cases_run.Net(2))
         {**cases_run.WAYS, **MORE}[way](net, mesh)
-        stage = PipelineStage(net, 0, 1, mesh["pp"])
+        stage = PipelineStage(net, 1, 2, mesh["pp"])
         rows = [md.Replicate() if other == "tp" else md.Shard(0)]
         xs, ts = ([md.distribute_tensor(Tensor(half), mesh[other], rows, src_data_rank=None) for half in np.split(a, 2)]
                   for a in (X, T))

@@ -6,13 +6,13 @@ import json
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import ones
 
-from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh
+from ms_dtensor import Shard, checkpoint_wrapper, distribute_tensor, fully_shard, init_device_mesh, replicate
 from ms_dtensor.dispatch.held import Holding
 from ms_dtensor.errors import ConfigError, ScheduleError
-from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, pipeline
+from ms_dtensor.pipeline import Schedule1F1B, ScheduleGPipe, ScheduleZBH1, pipeline
 from tests.msrun import python
 
 
@@ -55,6 +55,46 @@ def test_sums_and_weights_are_one_devices_where_gradients_are_one_tensor(cpu, ki
     assert float(schedule.eval(x, target=t, weights=weights)) == pytest.approx(float(value), rel=1e-6)
     for w, g in zip(grads, got, strict=True):
         np.testing.assert_allclose(g.asnumpy(), w.asnumpy(), rtol=1e-5)
+
+
+class Follows(nn.Cell):
+    """A scale that follows the rows, and is written before it is read."""
+
+    def __init__(self, write, copied: bool) -> None:
+        super().__init__()
+        self.write, self.copied, self.up = write, copied, nn.Dense(4, 4)
+        self.scale = Parameter(Tensor(np.ones(4, np.float32)), name="scale", requires_grad=False)
+        for i, p in enumerate(self.up.get_parameters()):
+            p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
+
+    def construct(self, x):
+        x = self.up(x)
+        self.write(self.scale, ops.stop_gradient(self.scale * 0.5 + (x * x).mean(0)))
+        return x * (self.scale * 1 if self.copied else self.scale)
+
+
+@pytest.mark.parametrize("write", [ops.assign, lambda p, value: p.set_data(value),
+                                   lambda p, value: ops.assign_add(p, value - p)],
+                         ids=["assign", "set_data", "assign_add"])
+@pytest.mark.parametrize("laid_out", [False, True], ids=["plain", "replicate"])
+def test_what_a_later_forward_has_written_is_not_what_a_backward_reads(cpu, write, laid_out):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    x, one = Tensor(np.random.default_rng(3).normal(size=(6, 4)).astype(np.float32)), Follows(write, False)
+    want = [ms.grad(lambda x: (one(x) ** 3).mean() / 3, None, one.trainable_params())(x[i:i + 2]) for i in (0, 2, 4)]
+
+    def step(kind, copied: bool, again: bool):
+        stage, = pipeline(nn.SequentialCell(Follows(write, copied)), mesh["pp"])
+        if laid_out:
+            replicate(stage.module, mesh=mesh["dp"])
+        if again:
+            checkpoint_wrapper(stage.module)
+        return kind(stage, 3, lambda y, _: (y ** 3).mean()).step(x)[1]
+    for kind, copied, again in ((Schedule1F1B, False, False), (ScheduleGPipe, True, False), (ScheduleGPipe, False, True)):
+        for got, *parts in zip(step(kind, copied, again), *want, strict=True):
+            got = got.full_tensor() if laid_out else got
+            np.testing.assert_allclose(got.asnumpy(), sum(parts).asnumpy(), rtol=1e-5)
+    with pytest.raises(ScheduleError, match="written: 0.scale"):
+        step(ScheduleGPipe, False, False)
 
 
 class Scaled(nn.Cell):

@@ -19,7 +19,7 @@ from mindspore.graph.api import _pynative_executor
 import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
 from tests.cases import case, cases
-from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, set_trained
+from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, refusal, set_trained
 from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
@@ -249,6 +249,41 @@ def copy_between_two_calls_gives_no_other_number(world):
         for p, q in zip(plain.get_parameters(), net.get_parameters(), strict=True):
             p.set_data(q.full_tensor())
         alike(net, plain, mesh, what="the next step")
+
+
+class Follows(nn.Cell):
+    """A frozen matrix that follows the rows, and is written before it is read, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Dense(4, 4)
+        self.seen = Parameter(Tensor(np.zeros((4, 4), np.float32)), name="seen", requires_grad=False)
+
+    def construct(self, x):
+        x = self.up(x)
+        self.seen.copy_(ops.stop_gradient(self.seen * 0.5 + mint.matmul(x.T, x) * 0.25))
+        return mint.matmul(mint.tanh(mint.matmul(x, self.seen)), self.seen)
+
+
+@case(2)
+def copy_inside_of_a_cell_that_is_called_twice(world):
+    """One device refuses the first call's backward; a cell that is called once is right, also where it is recomputed."""
+    mesh = data_mesh(world)
+
+    @each(crossed(("fully_shard", "kept", "zero1"), (False, True), 1))
+    def steps(way, again):
+        plain, net = twins(Follows, way, mesh, "")
+        if again:
+            md.checkpoint_wrapper(net)
+        for _ in range(2):
+            alike(net, plain, mesh)
+            equal_values(net, plain)
+
+        def twice(x):
+            return ((net(x) + net(x * 2)) ** 2).mean()
+        said = refusal(lambda: md.value_and_grad(twice, None, net.trainable_params())(rows_of(mesh)))
+        _pynative_executor.set_grad_flag(False)
+        assert "the backward needs parameter 'seen', which was written since" in said, said
 
 
 class Running(nn.Cell):

@@ -91,7 +91,7 @@ def test_products_at_once_are_those_one_by_one_at_once_and_in_two_parts():
     for p in cell.trainable_params():
         p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
     x, dy = (Tensor(rng.normal(size=(7, 6)).astype(np.float32)) for _ in "xy")
-    stage, calls, held, results = PipelineStage(cell, 0, 1, None), [], [], []
+    stage, calls, held, results = PipelineStage(cell, 1, 2, None), [], [], []
     for core in (None, lambda *xs: calls.append(1) or at_once.gated(*xs)):
         cell.core = core
         for record in (Recording.of, HeldRecording.of, lambda cell, x: stage.record((x,), {}, None, in_parts=True)):

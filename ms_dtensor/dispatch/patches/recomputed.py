@@ -36,7 +36,7 @@ from ...internals import names
 from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_grad, recompute_module
 from .. import modes
 from ..held import holding
-from ..memo import times_written
+from ..memo import recomputing, times_written, wrote
 from ..operands import detached, leaf_of, local_alias, recording, wrap
 
 # Whose cells run now, outermost first. Each has `again(cells)`, inside which it has put tensors in the place of parameters
@@ -44,8 +44,6 @@ from ..operands import detached, leaf_of, local_alias, recording, wrap
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 # Of what the gradients of the forward under way will be, as ids; None: who asks for what is said when it is over.
 sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", default=None)
-# Whether a cell runs its forward again, in the backward.
-recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 # The forward whose cell runs, for the first time or again. Nodes keep the context they were made in; what a forward has kept
 # is not to live as long as they do.
 _running: ContextVar[ref[_Forward] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
@@ -132,10 +130,10 @@ class _Forward:
         # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
         self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
         # what is reached may be a whole model: of that only its statistics are looked after
-        stands = [(x, getattr(x, "inited_param", None)) for c in own for x in c._params.values()]
-        params = [x if param is None else param for x, param in stands]
+        params = [_own(x) for c in own for x in c._params.values()]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
-        self.written: list[int] | None = None  # how often these had been written when the first run was over
+        # how often parameters that the forward does not write itself had been written when the first run was over
+        self.written: list[int] | None = None
         self.blocks, self.present, self.sought = modes.open_blocks(), standing_in.get(), sought.get()
         self.random = recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
@@ -153,7 +151,8 @@ class _Forward:
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             stack.callback(_running.reset, _running.set(ref(self)))
             out = self._run()
-        self.written = [times_written(p) for p, _ in self.trained]
+        self.sample = sample(out)
+        self.written = [times_written(p) for p in self.watched]
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
             raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
                               "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
@@ -179,17 +178,23 @@ class _Forward:
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
-        known = self.cells[0].__dict__.setdefault(_WRITES, {}) if self.cells else {}
+        known: dict[Any, dict[Any, bool]] = self.cells[0].__dict__.setdefault(_WRITES, {}) if self.cells else {}
         kind = *(c.training for c in self.cells), *map(id, self.called[1:]), getattr(self.run, "__code__", None)
         # where nothing has values, none changes
-        written = known.get(kind) if self.cells and executing() is None else set()
+        written = known.get(kind) if self.cells and executing() is None else {}
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
+        counts = {k: _writes(x) for k, x in slots.items()}
         was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
         yield
-        if written is None:
-            self.before = {k: x for k, x in self.before.items() if not same_bits(x, local_alias(slots[k]))}
-            known[kind] = set(self.before)
+        if written is None:  # on all ranks alike, also where a shard has stayed what it was
+            told = {k for k, x in slots.items() if _writes(x) != counts[k]}
+            written = known[kind] = {k: k in told for k, x in self.before.items()
+                                     if k in told or not same_bits(x, local_alias(slots[k]))}
+            self.before = {k: self.before[k] for k in written}
+        self.told = {k: _writes(slots[k]) for k, of_a_unit in written.items() if of_a_unit}
+        found = {id(_own(slots[k])) for k in self.before}
+        self.watched = [p for p, _ in self.trained if id(p) not in found]
         anew = [f"{type(c).__name__}.{k}" for c, then in was for k, x in c.__dict__.items()
                 if isinstance(x, Tensor) and then.get(k) is not x]
         if anew:
@@ -271,7 +276,7 @@ class _Forward:
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
                               "What is recomputed reads its arguments again.", "write to a copy: x * 1")
-        if [times_written(p) for p, _ in self.trained] != self.written:
+        if [times_written(p) for p in self.watched] != self.written:
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
         self.number, self.calls_again, self.regions_again = 0, iter(self.calls), iter(self.regions)
@@ -303,7 +308,10 @@ class _Forward:
         # who had put tensors in the place of parameters does so anew
         standing_in.set(tuple(stack.enter_context(whose.again(self.called)) for whose in self.present))
         slots = {k: x for k, x in self._slots().items() if k in self.before} if self.before else {}
-        during({k: _copy(x) for k, x in slots.items()}, self.before, partial(_fill, slots))
+        self.filled = list(slots.values())
+        since = {k for k, count in self.told.items() if _writes(slots[k]) != count}  # others have written these
+        stack.callback(_fill, slots, {k: _copy(x) for k, x in slots.items()}, since)
+        _fill(slots, self.before, self.told)
         if self.amp:
             stack.enter_context(recompute_module.AmpDecorator(self.amp.get_amp_level(), self.amp.get_amp_dtype(),
                                                               self.amp.get_white_list(), self.amp.get_black_list()))
@@ -339,7 +347,7 @@ class _Forward:
             raise self._unlike(f"{x.dtype}{list(x._shape)} was saved as number {self.number} of {len(self.wanted)}")
         self.number += 1
         if (place := place()) is not None:  # else nobody will ask for it
-            place.value = detached(x)
+            place.value = _copy(x) if self.before and _lies_in(x, self.filled) else detached(x)
 
     def _unlike(self, what: str) -> OpRuleError:
         return OpRuleError(f"For 'checkpoint_wrapper', {self._name()} did something else when it ran again.",
@@ -417,6 +425,12 @@ def weakly(method: Callable) -> Callable:
     return lambda *args: None if (call := held()) is None else call(*args)
 
 
+def _own(x):
+    """The parameter for which it stands, or itself."""
+    own = getattr(x, "inited_param", None)
+    return x if own is None else own
+
+
 def _is_dtensor(x: Tensor) -> bool:
     return getattr(x, "_layout", None) is not None
 
@@ -426,15 +440,30 @@ def _without_memo(x: Tensor) -> Tensor:
     return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
 
 
+def _lies_in(x: Tensor, others: Iterable[Tensor]) -> bool:
+    start = Tensor.untyped_storage(x).data_ptr()
+    return any(Tensor.untyped_storage(y).data_ptr() == start for y in others)
+
+
 def _copy(x: Tensor) -> Tensor:
     with NoFallbackGuard(), no_grad():
         return copy(local_alias(x))
 
 
-def _fill(slots: dict[Any, Tensor], values: dict[Any, Tensor]) -> None:
+def _writes(x: Tensor) -> tuple[int, int] | None:
+    """How often a parameter that is a DTensor was written, as all ranks count it."""
+    memo = getattr(x, "_memo", None)
+    return None if not _is_dtensor(x) or not isinstance(x, Parameter) else (0, 0) if memo is None else (
+        memo.written, memo.written_back)
+
+
+def _fill(slots: dict[Any, Tensor], values: dict[Any, Tensor], told: Iterable) -> None:
+    """`told`: of which a unit is to hear that has gathered them."""
     with NoFallbackGuard(), no_grad():
         for k, x in slots.items():
             write(local_alias(x), values[k])
+    for k in told:
+        wrote(slots[k])
 
 
 # -- the ways here -----------------------------------------------------------------------------------------------------

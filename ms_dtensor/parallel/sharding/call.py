@@ -243,6 +243,7 @@ class Call:
     def write_back(self, x: Tensor) -> None:
         """What stood for a parameter was written."""
         key = id(x.inited_param)
+        memo_of(x.inited_param).written_back += 1
         if key in self.unit.place:
             if key in self.copied:
                 self.overwrite(x.inited_param, local_alias(x))

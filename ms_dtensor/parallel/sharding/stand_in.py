@@ -20,7 +20,7 @@ from ...comm.packing import write
 from ...core.layout import Layout
 from ...dispatch import classes
 from ...dispatch.inplace import written_since
-from ...dispatch.memo import memo_of
+from ...dispatch.memo import memo_of, wrote
 from ...dispatch.operands import local_alias
 from ...dispatch.views import family
 from ...errors import LayoutError
@@ -115,5 +115,7 @@ def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
             call.overwrite(param, value)
         else:  # a recorded one, too, where it is a copy: after `copy_` MindSpore refuses to read it
             write(local_alias(x), value)
+    if isinstance(x, DTensor):
+        wrote(x)
     given.add(k)
     return x
