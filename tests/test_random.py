@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import Partial, Replicate, Shard
 from ms_dtensor.comm import fake_world
-from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from ms_dtensor.ops import rng
 from ms_dtensor.tensor import init
 
@@ -165,6 +165,30 @@ def test_dropout_uses_the_same_mask_in_the_backward():
             return y.sum()
         _, grad = md.value_and_grad(loss, 0)(x)
         assert np.array_equal(grad.to_local().asnumpy(), kept[0]) and 0 < (kept[0] == 0).sum() < 200
+
+
+@pytest.mark.parametrize("draw", [nn.Dropout(p=0.5), lambda x: x * ops.rand_like(x), lambda x: ops.dropout(x, 0.1)],
+                         ids=["nn.Dropout", "rand", "ops.dropout"])
+def test_what_plain_tensors_draw_anew_is_not_recomputed(draw):
+    """MindSpore cannot draw it again on a CPU; the gradient would be of another mask than the loss."""
+    class Cell(nn.Cell):
+        def __init__(self, draw):
+            super().__init__()
+            self.draw, self.up = draw, nn.Dense(7, 7)
+
+        def construct(self, x):
+            return self.draw(self.up(x))
+    x = Tensor(np.random.default_rng(0).normal(size=SHAPE).astype(np.float32))
+    for draws in (draw, ops.tanh):
+        net = md.checkpoint_wrapper(Cell(draws).set_train())
+
+        def step(net=net):
+            return ms.grad(lambda x: (net(x) ** 2).sum())(x)
+        if draws is ops.tanh:
+            assert step().asnumpy().any()
+        else:
+            with pytest.raises(OpRuleError, match="Cell gave other numbers when it ran again"):
+                step()
 
 
 def test_recomputation_draws_the_same_mask():

@@ -2,7 +2,7 @@
 """Activation recompute: which cells of a model run their forward again in the backward instead of keeping what it made.
 
 How they do it is `dispatch/patches/recomputed.py`'s: on DTensors and plain tensors, before or after styles, `replicate` and
-`fully_shard`, with the same random numbers. Here the cells are chosen.
+`fully_shard`; on DTensors with the same random numbers. Here the cells are chosen.
 """
 from __future__ import annotations
 

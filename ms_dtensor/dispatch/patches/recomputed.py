@@ -38,6 +38,7 @@ from .. import modes
 from ..held import holding
 from ..memo import recomputing, times_written, wrote
 from ..operands import detached, leaf_of, local_alias, recording, wrap
+from .repeated import check_repeated, sample
 
 # Whose cells run now, outermost first. Each has `again(cells)`, inside which it has put tensors in the place of parameters
 # anew for all that these may read, and which gives who did.
@@ -285,7 +286,7 @@ class _Forward:
             ask = weakly(self._ask_again) if self.keeps else None
             with modes.reopened(self.blocks), modes.Watched(ask), self.context, \
                     ms.saved_tensors_hooks(weakly(self._pack_again), lambda x: x):
-                self._run()
+                check_repeated(self._name(), self.sample, self._run())
         if self.number != len(self.wanted):
             raise self._unlike(f"{self.number} tensors were saved, {len(self.wanted)} the first time")
 
