@@ -312,6 +312,31 @@ def test_the_next_unit_is_gathered_and_gradients_are_reduced_while_this_one_comp
     assert reducing[0] == 0 and max(reducing) >= 1, reducing
 
 
+class Shorter(nn.Cell):
+    """Parameters of two dtypes, which two collectives gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(8, 8)
+        self.scale = ms.Parameter(Tensor(rows(1, 8).astype(np.float16)), name="scale")
+
+    def construct(self, x):
+        return self.dense(x) * self.scale.astype(ms.float32)
+
+
+def test_what_a_unit_needs_at_once_is_on_its_way_at_once(npu, monkeypatch):
+    """On a device nothing that it needs is waited for before all of it has begun."""
+    cell, under_way, begin = md.fully_shard(Shorter(), mesh=npu.mesh["dp"]), [], type(npu.device).begin
+
+    def noted(self, name, *args, **kwargs):
+        if name == "all_gather_into_tensor":
+            under_way.append(names(self).count(name))
+        return begin(self, name, *args, **kwargs)
+    monkeypatch.setattr(type(npu.device), "begin", noted)
+    cell(md.distribute_tensor(Tensor(rows(5, 8, 8)), npu.mesh["dp"], [md.Shard(0)], src_data_rank=None))
+    assert under_way == [0, 1], under_way
+
+
 def names(device) -> list[str]:
     """What is on its way."""
     return [task.name for queue in device.flying.values() for task in queue]
