@@ -13,6 +13,7 @@ from mindspore import Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import rooms
+from ms_dtensor.parallel.sharding.call import units_of
 from tests.rehearsal.session import rehearsed
 
 
@@ -225,6 +226,22 @@ def test_parameters_in_two_rooms_are_read_where_they_are(npu):
     np.testing.assert_array_equal(by_two.tensor(0).asnumpy(), rows(2, 5))
     assert two.part(5).shape == by_two.joined(0, 5).shape == (5,)
     np.testing.assert_array_equal(by_two.joined(1, 4).asnumpy(), rows(2, 5)[1:4])
+
+
+def test_a_unit_that_was_set_aside_has_its_room_no_more_and_comes_back_with_its_values(npu):
+    """What it read there is asked for again, though it is whole."""
+    cells = [md.fully_shard(nn.Dense(8, 8, has_bias=False), mesh=npu.mesh["dp"]) for _ in range(2)]
+    one, other = units_of(*cells)
+    one.unshard("forward")
+    where = one.rooms()
+    values = where[0].flat.asnumpy().copy()
+    for unit, beside in ((other, one), (one, other), (other, one), (one, other)):
+        unit.unshard("backward", rooms=where)
+        assert unit.has(where) and beside.whole and not beside.has(where)
+    np.testing.assert_array_equal(where[0].flat.asnumpy(), values)
+    for unit in (one, other):
+        unit.reshard(forced=True)
+    assert where[0].holder is None and not one.has(where)
 
 
 def test_who_reads_local_tensors_in_its_backward_is_not_set_aside(npu):
