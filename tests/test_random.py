@@ -6,7 +6,7 @@ import mindspore as ms
 import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import Partial, Replicate, Shard
@@ -189,6 +189,18 @@ def test_what_plain_tensors_draw_anew_is_not_recomputed(draw):
         else:
             with pytest.raises(OpRuleError, match="Cell gave other numbers when it ran again"):
                 step()
+
+
+def test_a_matrix_that_a_recomputed_function_writes_is_not_what_it_was():
+    w = Parameter(Tensor(np.eye(7, dtype=np.float32)), requires_grad=False)
+
+    def function(x):
+        ops.assign(w, w * 0.5)
+        return ops.tanh(ops.matmul(x, w))
+    md.checkpoint_wrapper(nn.Dense(1, 1))  # from here on `ms.recompute` is the library's
+    x = Tensor(np.random.default_rng(0).normal(size=SHAPE).astype(np.float32))
+    with pytest.raises(OpRuleError, match="checkpoint_wrapper\\(cell\\) in place of a function"):
+        ms.grad(lambda x: ms.recompute(function, x, use_reentrant=False).sum())(x)
 
 
 def test_recomputation_draws_the_same_mask():

@@ -34,10 +34,11 @@ def check_repeated(name: str, first: list[np.ndarray], out: Any) -> None:
     """
     if first and any(map(_unlike, first, sample(out))):
         raise OpRuleError(f"For 'checkpoint_wrapper', {name} gave other numbers when it ran again.", "",
-                          "On a CPU MindSpore draws random numbers of plain tensors (nn.Dropout, ops.rand) anew, and what "
-                          "is recomputed has to be the same.",
+                          "What is recomputed has to be the same. On a CPU MindSpore draws random numbers of plain tensors "
+                          "(nn.Dropout, ops.rand) anew; and matrices that a function writes have moved.",
                           ("replicate(model, mesh=mesh), on a mesh of one rank if need be: DTensors draw the same again",
-                           "leave what draws them out of what is recomputed"))
+                           "checkpoint_wrapper(cell) in place of a function, where it writes parameters",
+                           "leave what draws or writes out of what is recomputed"))
 
 
 def _unlike(a: np.ndarray, b: np.ndarray) -> bool:
