@@ -14,6 +14,7 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import rooms
 from ms_dtensor.parallel.sharding.call import units_of
+from tests.dist.operands import Built
 from tests.rehearsal.session import rehearsed
 
 
@@ -259,16 +260,11 @@ def refuse():
     raise RuntimeError("a backward is under way")
 
 
-class Nine(nn.Cell):
+def nine(sizes) -> nn.Cell:
     """As many parameters as a Llama block has."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        self.products = nn.CellList([nn.Dense(128, n, has_bias=False) for n in sizes])
-        self.a, self.b = (ms.Parameter(Tensor(rows(s, 128)), name=f"scale{s}") for s in (1, 2))
-
-    def construct(self, x):
-        return sum(((cell(x) * n).sum() for n, cell in enumerate(self.products)), (x * self.a * self.b).sum())
+    return Built(lambda c, x: sum(((cell(x) * n).sum() for n, cell in enumerate(c.products)), (x * c.a * c.b).sum()),
+                 products=nn.CellList([nn.Dense(128, n, has_bias=False) for n in sizes]),
+                 **{name: ms.Parameter(Tensor(rows(s, 128)), name=f"scale{s}") for s, name in ((1, "a"), (2, "b"))})
 
 
 @pytest.mark.parametrize("odd", [0, 3])
@@ -282,7 +278,7 @@ def test_packing_asks_for_as_many_kernels_however_many_ranks_there_are(odd):
     for ranks in (8, 64, 128):
         with comm.fake_world(ranks, 1), rehearsed(clock=False) as device:
             mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
-            block = Nine([n + odd for n in (256, 128, 128, 256, 512, 512, 256)])
+            block = nine([n + odd for n in (256, 128, 128, 256, 512, 512, 256)])
             net = nn.SequentialCell(md.fully_shard(block, mesh=mesh, mp_policy=policy))
             md.fully_shard(net, mesh=mesh)  # the outermost keeps its parameters
             step = md.value_and_grad(net, None, net.trainable_params())

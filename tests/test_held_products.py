@@ -14,7 +14,7 @@ import ms_dtensor as md
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.internals.names import Function, InsertGradientOf
 from ms_dtensor.pipeline import PipelineStage
-from tests.sharding.support import filled
+from tests.dist.operands import Built, filled, weight
 
 pytestmark = pytest.mark.usefixtures("cpu")
 RNG = np.random.default_rng(3)
@@ -24,15 +24,9 @@ def drawn(*shape: int) -> Tensor:
     return Tensor(RNG.normal(size=shape).astype(np.float32))
 
 
-class Own(nn.Cell):
+def own(product, *shape: int) -> nn.Cell:
     """A weight of its own, and how a product reads it."""
-
-    def __init__(self, product, *shape: int) -> None:
-        super().__init__()
-        self.product, self.w = product, Parameter(Tensor(np.zeros(shape, np.float32)), name="w")
-
-    def construct(self, x):
-        return self.product(mint.tanh(x), self.w)
+    return Built(lambda c, x: product(mint.tanh(x), c.w), w=weight(*shape))
 
 
 class Tied(nn.Cell):
@@ -66,18 +60,18 @@ CELLS = {  # a cell, and how many held products it has
     "Dense without bias": (lambda: nn.Dense(8, 4, has_bias=False), 1),
     "Linear": (lambda: mint.nn.Linear(8, 4), 1),
     "Linear without bias": (lambda: mint.nn.Linear(8, 4, bias=False), 1),
-    "matmul": (lambda: Own(mint.matmul, 8, 4), 1),
-    "@": (lambda: Own(lambda x, w: x @ w, 8, 4), 1),
-    "the weight first": (lambda: Own(lambda x, w: mint.matmul(w, x.T), 4, 8), 1),
-    "transposed": (lambda: Own(lambda x, w: mint.matmul(x, w.T), 4, 8), 1),
-    "three times": (lambda: Own(lambda x, w: mint.matmul(mint.tanh(mint.matmul(mint.matmul(x, w), w)), w), 8, 8), 3),
-    "bmm": (lambda: Own(lambda x, w: mint.bmm(x.reshape((2, 2, 8)), w), 2, 8, 3), 1),
-    "of weights alone": (lambda: Own(lambda x, w: mint.matmul(x, mint.matmul(w, w)), 8, 8), 1),
-    "also summed": (lambda: Own(lambda x, w: mint.matmul(x, w.T) * (w * w).sum() + w.T.sum(), 4, 8), 1),
-    "with a hook, also summed": (lambda: Own(lambda x, w: mint.matmul(x, v := hooked(w)) + v.sum(), 8, 4), 0),
+    "matmul": (lambda: own(mint.matmul, 8, 4), 1),
+    "@": (lambda: own(lambda x, w: x @ w, 8, 4), 1),
+    "the weight first": (lambda: own(lambda x, w: mint.matmul(w, x.T), 4, 8), 1),
+    "transposed": (lambda: own(lambda x, w: mint.matmul(x, w.T), 4, 8), 1),
+    "three times": (lambda: own(lambda x, w: mint.matmul(mint.tanh(mint.matmul(mint.matmul(x, w), w)), w), 8, 8), 3),
+    "bmm": (lambda: own(lambda x, w: mint.bmm(x.reshape((2, 2, 8)), w), 2, 8, 3), 1),
+    "of weights alone": (lambda: own(lambda x, w: mint.matmul(x, mint.matmul(w, w)), 8, 8), 1),
+    "also summed": (lambda: own(lambda x, w: mint.matmul(x, w.T) * (w * w).sum() + w.T.sum(), 4, 8), 1),
+    "with a hook, also summed": (lambda: own(lambda x, w: mint.matmul(x, v := hooked(w)) + v.sum(), 8, 4), 0),
     "with a gradient's function, also summed": (
-        lambda: Own(lambda x, w: mint.matmul(x, v := InsertGradientOf(small)(w * 1.5)) + v.sum(), 8, 4), 0),
-    "no product": (lambda: Own(lambda x, w: x * w, 8), 0),
+        lambda: own(lambda x, w: mint.matmul(x, v := InsertGradientOf(small)(w * 1.5)) + v.sum(), 8, 4), 0),
+    "no product": (lambda: own(lambda x, w: x * w, 8), 0),
     "norm": (lambda: nn.SequentialCell(nn.LayerNorm((8,)), nn.Dense(8, 8), nn.ReLU(), nn.Dense(8, 4)), 2),
     "tied": (Tied, 1),
 }
@@ -135,7 +129,7 @@ class Place:
     (nn.Dense, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),  # of each product the activation and its result's gradient
     (mint.nn.Linear, [], [(4, 4), (4, 8), (4, 8), (4, 8)]),
     # one of no matrices has a graph of its own, which has the activation and the weight
-    (lambda *of: Own(lambda x, w: mint.bmm(x[None], w)[0], 1, *of), [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 8, 8)], [])])
+    (lambda *of: own(lambda x, w: mint.bmm(x[None], w)[0], 1, *of), [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 8, 8)], [])])
 def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, taken_of, distributed):
     net = nn.SequentialCell(nn.LayerNorm((8,)), layer(8, 8), nn.ReLU(), layer(8, 4))
     stage, saved = stage_of(net, distributed), []
@@ -164,15 +158,9 @@ def test_between_the_parts_only_operands_of_products_are_held(layer, saved_of, t
 
 def test_products_of_one_input_hold_it_once():
     """A view of it, which MindSpore's kernels copy, would be held by each of them."""
-    class Two(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Dense(8, 5), nn.Dense(8, 5)
-
-        def construct(self, x):
-            x = mint.tanh(x)
-            return self.a(x) * self.b(x)
-    stage, saved = stage_of(Two(), False), []
+    both = Built(lambda c, x: c.a(x) * c.b(x), a=nn.Dense(8, 5), b=nn.Dense(8, 5))
+    two = Built(lambda c, x: c.both(mint.tanh(x)), both=both)
+    stage, saved = stage_of(two, False), []
 
     def pack(x):
         saved.append((tuple(x._shape), x.data_ptr()))
@@ -278,7 +266,7 @@ def test_the_batch_has_no_gradient(in_parts):
     mesh, x = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), drawn(4, 8)
     got = {}
     for index in (0, 1):
-        cell = filled(Own(Times.apply, 8))
+        cell = filled(own(Times.apply, 8))
         stage = PipelineStage(cell, index, 2, mesh)
         dx, got[index] = stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts).backward(None, stage.params())
         assert len(dx) == index and Times.asked.pop() == (index == 1, True)

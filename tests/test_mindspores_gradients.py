@@ -15,6 +15,7 @@ import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, value_and_grad
 from ms_dtensor.dispatch import patches
 from ms_dtensor.dispatch.operands import recording
+from tests.dist.operands import Built
 
 ROWS = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 NUMBERS = itertools.count(1)  # of values that no other test has: MindSpore keeps them for the whole process
@@ -28,13 +29,8 @@ def convolved(x, kernel):
     return ops.conv2d(x.reshape(-1, 1, 2, 3), kernel)
 
 
-class Frozen(nn.Cell):
-    def __init__(self, op, how, values):
-        super().__init__()
-        self.op, self.how, self.weight = op, how, Parameter(Tensor(values), name="weight", requires_grad=False)
-
-    def construct(self, x):
-        return self.how(self.op, x, self.weight)
+def frozen(op, how, values) -> nn.Cell:
+    return Built(lambda c, x: how(op, x, c.weight), weight=Parameter(Tensor(values), requires_grad=False))
 
 
 def by_local_tensors(op, x, weight):
@@ -113,7 +109,7 @@ def test_a_second_model_of_the_same_values_has_its_own(way, op):
         return (out if lay in (whole, plain) else out.to_local()).asnumpy()
 
     def made():
-        cell = Frozen(function, how, values)
+        cell = frozen(function, how, values)
         return lay(cell, mesh) or cell
     first = made()
     wanted = gradient(first)

@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor.errors import ConfigError, OpRuleError
+from tests.dist.operands import filled
 from tests.test_recompute import backward, recorded
 
 RUNS: list[str] = []
@@ -41,10 +42,7 @@ def mesh():
 
 
 def net_of(mesh, **how):
-    net = nn.SequentialCell(Block(), Block())
-    for i, p in enumerate(net.get_parameters()):
-        p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
-    md.distribute_module(net, mesh)
+    net = md.distribute_module(filled(nn.SequentialCell(Block(), Block())), mesh)
     return md.checkpoint_wrapper(net, **how) if how else net
 
 

@@ -21,6 +21,7 @@ from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.ops.local import varlen
 from ms_dtensor.parallel import context
 from ms_dtensor.parallel import ring as rounds
+from tests.dist.operands import filled
 from tests.tiers import sampled
 
 CFG = ModelConfig(dim=48, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=40)
@@ -61,10 +62,7 @@ def kept(ranks: int, documents, algorithm: str, monkeypatch) -> tuple[int, md.To
         mesh = make_mesh("cpu", parallel) if ranks > 1 else md.init_device_mesh(
             "cpu", (2, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
         tokens = md.balance(documents, ranks)
-        block = Block(CFG, 0)
-        for n, p in enumerate(block.get_parameters()):
-            p.set_data(Tensor(np.random.default_rng(n).normal(size=p.shape).astype(np.float32)))
-        md.distribute_module(block, mesh)
+        block = md.distribute_module(filled(Block(CFG, 0)), mesh)
         weights = {in_any_order(p.to_local()) for p in block.get_parameters()}  # a CPU kernel saves a copy of a view
         block.attention.core = attention_on_lists(CFG, mesh, parallel)
         assert context_axes(mesh) == ("cp",)

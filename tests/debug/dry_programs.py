@@ -16,6 +16,7 @@ from ms_dtensor.comm.record import CommEvent
 from ms_dtensor.debug import dry_run
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, ScheduleZBVZeroBubble, pipeline
+from tests.dist.operands import Built
 
 EXPERTS = 4
 WIDTH, HIDDEN, WORDS = 16, 32, 24
@@ -26,15 +27,10 @@ def seen(event: CommEvent) -> tuple:
     return tuple(getattr(event, name) for name in CommEvent.__slots__ if name not in ("seconds", "start"))
 
 
-class Norm(nn.Cell):
+def norm(width: int) -> nn.Cell:
     """A root mean square norm of elementary ops."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = Parameter(initializer("ones", (width,)), name="weight")
-
-    def construct(self, x):
-        return x * mint.rsqrt(mint.mean(x * x, dim=-1, keepdim=True) + 1e-5) * self.weight
+    return Built(lambda c, x: x * mint.rsqrt(mint.mean(x * x, dim=-1, keepdim=True) + 1e-5) * c.weight,
+                 weight=Parameter(initializer("ones", (width,))))
 
 
 class Block(nn.Cell):
@@ -42,7 +38,7 @@ class Block(nn.Cell):
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.norm = Norm(width)
+        self.norm = norm(width)
         self.gate, self.up = (mint.nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = mint.nn.Linear(hidden, width, bias=False)
 

@@ -15,11 +15,11 @@ from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.errors import DTensorError, OpRuleError
 from ms_dtensor.internals.names import no_grad, recording
 from tests.cases import case
-from tests.dist.operands import S
+from tests.dist.operands import S, filled
 from tests.dist.support import counted, each, equal, equal_each, mean_square, refusal, same_on_all_ranks
 from tests.fuzz.programs import generate, in_float64, lay_out
 from tests.fuzz.reference import differentiated, loss_of
-from tests.sharding.support import WAYS, Net, data_mesh, filled, rows_of
+from tests.sharding.support import WAYS, Net, data_mesh, rows_of
 from tests.tiers import sampled
 
 PROGRAMS = 200

@@ -8,7 +8,7 @@ import ms_dtensor as md
 from ms_dtensor.debug import checks
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from tests.cases import case
-from tests.dist.operands import Built, S, data
+from tests.dist.operands import Built, S, data, filled
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 F, B = "forward", "backward"
@@ -28,8 +28,7 @@ class Made(nn.Cell):
         super().__init__()
         self.up, self.down, self.of_places = nn.Dense(6, 8), nn.Dense(8, 6), nn.Dense(1, 6)
         self.table, self.rank_says = data(5, 6), rank_says
-        for i, p in enumerate(self.get_parameters()):
-            p.set_data(data(i, *p.shape))
+        filled(self)
 
     def construct(self, x):
         rows = x.shape[0]

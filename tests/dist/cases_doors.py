@@ -10,7 +10,7 @@ from mindspore import Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, debug, distribute_tensor, loss_parallel, replicate, value_and_grad
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import R, S, data, filled, mesh_1d, mesh_2d, placed
 from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -71,10 +71,7 @@ def handles_of_moved_hooks_remove_them(world):
     def grads(net, t):
         return ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(t)
     for bucket, frozen in ((25, False), (0, True)):  # frozen: while it is laid out
-        net, plain = nn.Dense(6, 4), nn.Dense(6, 4)
-        for p, q in zip(net.trainable_params(), plain.trainable_params()):
-            p.set_data(data(5, *p.shape))
-            q.set_data(data(5, *p.shape))
+        net, plain = filled(nn.Dense(6, 4)), filled(nn.Dense(6, 4))
         scaled = [lambda g: 2 * g, lambda g: 3 * g, lambda g: 5 * g, lambda g: 7 * g]
         handles = [net.weight.register_hook(fn) for fn in scaled]
         net.weight.register_hook(lambda g: 11 * g)  # nobody keeps its handle

@@ -12,24 +12,18 @@ from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from ms_dtensor.internals.names import no_grad
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, block, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.operands import Built, P, R, S
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks, set_trained
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
 
 
-class Tied(nn.Cell):
+def tied() -> nn.Cell:
     """Two projections with one weight, between a frozen one and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.one, self.two = nn.Dense(5, 5), nn.Dense(5, 5), nn.Dense(5, 5)
-        self.two.weight = self.one.weight
-        self.heat = Parameter(Tensor(0.7, ms.float32), name="heat")
-        for p in self.frozen.get_parameters():
-            p.requires_grad = False
-
-    def construct(self, x):
-        return self.two(mint.tanh(self.one(mint.tanh(self.frozen(x))))) * self.heat
+    net = Built(lambda c, x: c.two(mint.tanh(c.one(mint.tanh(c.frozen(x))))) * c.heat, frozen=nn.Dense(5, 5),
+                one=nn.Dense(5, 5), two=nn.Dense(5, 5), heat=Parameter(Tensor(0.7, ms.float32), name="heat"))
+    net.two.weight = net.one.weight
+    set_trained(False, net.frozen)
+    return net
 
 
 def whole(net, mesh, **how):
@@ -130,7 +124,7 @@ def tied_frozen_and_single_numbers_run_again(world):
     mesh = fsdp()
     for cut in (whole, divided):
         for kids in (("one",), ("two",), ("one", "two"), ("frozen", "one")):
-            plain, net = filled(Tied()), cut(filled(Tied()), mesh)
+            plain, net = filled(tied()), cut(filled(tied()), mesh)
             assert isinstance(net.heat, DTensor) and net.heat.placements[0].is_replicate(), net.heat  # a number: every rank has it
             for kid in kids:
                 checkpoint_wrapper(getattr(net, kid))
@@ -141,7 +135,7 @@ def tied_frozen_and_single_numbers_run_again(world):
 def what_runs_again_computes_in_the_policys_dtype(world):
     mesh, policy = fsdp(), MixedPrecisionPolicy(ms.float16, ms.float32)
     for cut in (whole, divided):
-        plain, net = cut(filled(Tied()), mesh, mp_policy=policy), cut(filled(Tied()), mesh, mp_policy=policy)
+        plain, net = cut(filled(tied()), mesh, mp_policy=policy), cut(filled(tied()), mesh, mp_policy=policy)
         for kid in (net.frozen, net.one, net.two):
             checkpoint_wrapper(kid)
         assert net(mine(mesh)).dtype == ms.float16
@@ -153,7 +147,7 @@ def what_runs_again_computes_in_the_policys_dtype(world):
 
 
 def what_is_read_unrecorded_is_recorded_later(world):
-    mesh, plain, net = fsdp(), filled(Tied()), replicate(filled(Tied()), mesh=fsdp())
+    mesh, plain, net = fsdp(), filled(tied()), replicate(filled(tied()), mesh=fsdp())
 
     def loss(n):
         def of(x):

@@ -273,19 +273,17 @@ def numbers_as_inputs(world, grid):
 
 def a_run_whose_result_is_not_used(world):
     """Each backward of a recomputed cell has the inputs of its own forward; the last one may have no backward."""
-    class Twice(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.SequentialCell(nn.Dense(5, 5), nn.Tanh())
+    def thrice(c, x):
+        y = c.block(x)
+        z = c.block(y + 1)
+        c.block(x * 3)
+        return y + z
 
-        def construct(self, x):
-            y = self.block(x)
-            z = self.block(y + 1)
-            self.block(x * 3)
-            return y + z
-    mesh, plain = fsdp(), filled(Twice())
+    def made():
+        return filled(Built(thrice, block=nn.SequentialCell(nn.Dense(5, 5), nn.Tanh())))
+    mesh, plain = fsdp(), made()
     for cut in (lambda net: net, lambda net: fully_shard(net, mesh=mesh), lambda net: replicate(net, mesh=mesh)):
-        net = filled(Twice())
+        net = made()
         net.block.recompute()
         cut(net)
         if not isinstance(net.block[0].weight, md.DTensor):

@@ -11,7 +11,7 @@ from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from ms_dtensor.parallel.sharding.call import units_of
 from ms_dtensor.parallel.sharding.unit import State
 from tests.cases import case
-from tests.dist.operands import Built, S, data
+from tests.dist.operands import Built, S, data, filled
 from tests.dist.support import counted, equal, of_plain, refusal, refused_alike
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
@@ -37,13 +37,6 @@ class Net(nn.Cell):
         for i in self.order:
             x = self.blocks[i](x)
         return self.head(x)
-
-
-def filled(cell):
-    """Asymmetric values, the same on every rank."""
-    for i, p in enumerate(cell.get_parameters()):
-        p.set_data(Tensor(np.random.default_rng(i).normal(0.3, 0.4, p.shape).astype(np.float32)).astype(p.dtype))
-    return cell
 
 
 def cut_up(net, mesh, **how):
@@ -226,24 +219,17 @@ def a_model_that_never_was_whole(world):
 
 
 def outputs_in_tuples_lists_and_dicts(world):
-    class Many(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Dense(6, 6), nn.Dense(6, 4)
+    def tree(c, x):
+        y = mint.tanh(c.a(x))
+        return {"both": [y, c.b(y)], "weight": (c.b.weight,)}
 
-        def construct(self, x):
-            y = mint.tanh(self.a(x))
-            return {"both": [y, self.b(y)], "weight": (self.b.weight,)}
+    def outer(c, x):
+        got = c.many(c.first(x))
+        return mint.cat(got["both"], 1).sum(1) * (got["weight"][0] ** 2).sum()
 
-    class Outer(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.many = nn.Dense(5, 6), Many()
-
-        def construct(self, x):
-            got = self.many(self.first(x))
-            return mint.cat(got["both"], 1).sum(1) * (got["weight"][0] ** 2).sum()
-    mesh, plain, net = fsdp(), filled(Outer()), filled(Outer())
+    def made():
+        return filled(Built(outer, first=nn.Dense(5, 6), many=Built(tree, a=nn.Dense(6, 6), b=nn.Dense(6, 4))))
+    mesh, plain, net = fsdp(), made(), made()
     fully_shard(net.many, mesh=mesh)
     fully_shard(net, mesh=mesh)
     same_step(net, plain, mesh)

@@ -11,7 +11,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, distribute_tensor, init_device_mesh, loss_parallel, value_and_grad
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
-from tests.dist.operands import R, S, data
+from tests.dist.operands import R, S, data, filled
 from tests.dist.support import counted, equal, equal_steps, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
@@ -216,10 +216,7 @@ def any_number_of_rows_trains_inside_the_block(world, grid):
     def cross_entropy(net):
         return lambda x, y: ops.cross_entropy(net(x).reshape(-1, 7), y.reshape(-1))
     for rows, tokens in ((2, 5), (1, 5), (3, 5), (2, 1), (1, 1)):
-        plain, net = Attends(), Attends()
-        for i, (p, q) in enumerate(zip(plain.get_parameters(), net.get_parameters())):
-            p.set_data(data(i, *p.shape) / 3)
-            q.set_data(data(i, *p.shape) / 3)
+        plain, net = filled(Attends()), filled(Attends())
         rng = np.random.default_rng(9)
         x, y = (Tensor(rng.integers(0, 7, (rows, tokens)).astype(np.int32)) for _ in range(2))
         net = md.replicate(md.parallelize_module(net, grid["tp"], plan), mesh=grid["dp"])

@@ -12,7 +12,7 @@ from mindspore.nn.utils import no_init_parameters
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, distribute_module, distribute_tensor, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import R, S, data, filled, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, counted, equal, refusal, refused_alike, same_on_all_ranks, trains_as_one_device
 
 
@@ -248,10 +248,6 @@ def chunks_tile_the_tensor_and_each_has_one_owner(world):
 
 def batches_of_any_number_of_rows_follow_each_other(world):
     """Of 7 rows after 8, or of 5 after 6, some ranks bring as many as before: all are told nevertheless."""
-    def filled(net):
-        for i, p in enumerate(net.get_parameters()):
-            p.set_data(data(i, *p.shape))
-        return net
     plain = filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3)))
     for wrap in (replicate, md.fully_shard):
         net = wrap(filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3))), mesh=mesh_1d())

@@ -11,7 +11,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, FusedShard, Layout, comm, distribute_tensor, optim, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.tensor.distribute import like_parameter
-from tests.dist.operands import R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import Built, R, S, data, filled, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, counted, each_once, equal, refusal, refused_alike, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
@@ -197,15 +197,8 @@ def ranks_outside_a_mesh_step_their_own_parameters(world, grid):
             assert math.prod(params[1].local_shape) == 0
 
 
-class Net(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Dense(6, 10), nn.Dense(10, 3)
-        for i, p in enumerate(self.get_parameters()):
-            p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
-
-    def construct(self, x):
-        return self.down(mint.tanh(self.up(x)))
+def two_layers() -> nn.Cell:
+    return filled(Built(lambda c, x: c.down(mint.tanh(c.up(x))), up=nn.Dense(6, 10), down=nn.Dense(10, 3)))
 
 
 STYLES = {"up": md.ColwiseParallel(), "down": md.RowwiseParallel()}
@@ -228,11 +221,11 @@ WRAPS = {
 def training_equals_one_device(world, grid):
     x = data(3, 8, 6)
     for shift, (name, build) in enumerate(BUILD.items()):
-        plain = Net()
+        plain = two_layers()
         (want, weights), = each_once(lambda build=build, plain=plain: (
             _trained(build, plain, x), list(map(array, plain.trainable_params()))))
         for how, wrap in sampled(WRAPS.items(), 4, shift):
-            net = Net()
+            net = two_layers()
             wrap(net, grid)
             got = _trained(build, net, x[world.rank // 2 * 4:][:4] if how[:2] == "tp" else x[world.rank * 2:][:2])
             assert np.allclose(got, want, rtol=CLOSE), (name, how, got, want)

@@ -197,19 +197,13 @@ def each_style_has_its_collectives_and_their_transposes(world):
         assert (out.shape, forward, backward) == (shape, there, back), (style, bias, out.shape, forward, backward)
 
 
-class Sum(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Dense(8, 8)
-
-    def construct(self, x, y=2, z=None):
-        out = self.linear(x) + y
-        return out if z is None else out + z
+def added() -> nn.Cell:
+    return Built(lambda c, x, y=2, z=None: c.linear(x) + y + (0 if z is None else z), linear=nn.Dense(8, 8))
 
 
 def several_inputs_and_slots_left_alone(world):
     for layouts, fits in ((S(0), False), ((S(0), None), True)):
-        net = Sum()
+        net = added()
         desired = R if layouts == S(0) else (R, None)
         parallelize_module(net, mesh_1d(), {"linear": ColwiseParallel()})
         parallelize_module(net, mesh_1d(), md.PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired))
@@ -223,13 +217,13 @@ def several_inputs_and_slots_left_alone(world):
 
 
 def keyword_inputs_are_prepared(world):
-    net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
+    net = parallelize_module(added(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
     parallelize_module(net, mesh_1d(), md.PrepareModuleInput(input_kwarg_layouts={"y": S(0)},
                                                           desired_input_kwarg_layouts={"y": R}))
     with counted({TOLD: 1, ("all_gather", "forward"): 1}):
         out = net(data(1, 4, 8), y=ops.ones((1, 8)))
     assert out.shape == (4, 8)
-    net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
+    net = parallelize_module(added(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
     parallelize_module(net, mesh_1d(), md.PrepareModuleInput(
         input_kwarg_layouts={"x": S(0), "z": S(0)}, desired_input_kwarg_layouts={"x": R, "z": R}))
     for x in (data(world.rank, 1, 8), DTensor.from_local(data(world.rank, 1, 8), mesh_1d(), [S(0)])):

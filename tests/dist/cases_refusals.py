@@ -15,7 +15,7 @@ from ms_dtensor import ColwiseParallel, DTensor, distribute_tensor, init_device_
 from ms_dtensor.debug import explain, visualize_sharding
 from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MeshError, MixedOperandError, OpRuleError
 from ms_dtensor.tensor import init as md_init
-from tests.dist.operands import P, R, S, data, mesh_1d, mesh_2d, placed
+from tests.dist.operands import Built, P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 
 
@@ -23,16 +23,12 @@ class Nothing(md.DFunction):
     forward = staticmethod(lambda ctx, x: x * 2)
 
 
-class Two(nn.Cell):
-    """Two layers of 4 features, and a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.norm, self.act = nn.Dense(4, 4), nn.Dense(4, 4), nn.LayerNorm((4,)), nn.ReLU()
-
-    def construct(self, x, scale=None):
-        y = self.b(self.act(self.a(x)))
+def two_layers() -> nn.Cell:
+    """Of 4 features, and a norm."""
+    def construct(c, x, scale=None):
+        y = c.b(c.act(c.a(x)))
         return y if scale is None else (y, y * 2)
+    return Built(construct, a=nn.Dense(4, 4), b=nn.Dense(4, 4), norm=nn.LayerNorm((4,)), act=nn.ReLU())
 
 
 class Bench:
@@ -44,7 +40,7 @@ class Bench:
         self.x = placed(self.plain, self.mesh, S(0))
         self.cols = placed(self.plain, self.mesh, S(1))
         self.part = DTensor.from_local(self.plain, self.mesh, [P])
-        self.net = Two()
+        self.net = two_layers()
 
     def styled(self, style, cell="a"):
         """The net with one style on a cell; printing is not what is tested here."""

@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, parallelize_module, replicate, value_and_grad
-from tests.dist.cases_fsdp_inside import Tied, divided, whole
+from tests.dist.cases_fsdp_inside import divided, tied, whole
 from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.operands import Built
 from tests.dist.support import equal
@@ -43,7 +43,7 @@ def ops_of_cells_of_a_larger_unit_are_kept(world):
             checkpoint_wrapper(net, lambda path, cell: path == "blocks.2", save=save)
             before = same_step(cut(filled(Net()), mesh), plain, mesh)
             assert same_step(net, plain, mesh) == before
-        plain, net = filled(Tied()), cut(filled(Tied()), mesh)
+        plain, net = filled(tied()), cut(filled(tied()), mesh)
         checkpoint_wrapper(net, ["matmul"])
         checkpoint_wrapper(net.two, ["bias_add"])
         same_step(net, plain, mesh)

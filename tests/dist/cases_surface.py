@@ -6,8 +6,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, RowwiseParallel, distribute_module, parallelize_module, replicate
-from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError
-from tests.dist.operands import Built, R, S, data, mesh_1d, mesh_2d, placed
+from ms_dtensor.errors import ConfigError, DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
+from tests.dist.operands import Built, R, S, data, filled, mesh_1d, mesh_2d, placed
 from tests.dist.support import array, counted, equal, refusal, trains_as_one_device
 from tests.tiers import sampled
 
@@ -85,7 +85,9 @@ def a_forward_that_raised_leaves_no_recording(world):
     from mindspore.common.api import _pynative_executor
     x = placed(data(1, 8, 4), mesh_1d(), S(0))
     w = placed(data(2, 8, 4), mesh_1d(), S(0))
-    for call in (lambda: ms.grad(lambda t: t @ w)(x), lambda: ms.value_and_grad(lambda t: 1 / 0)(x),
+    net = distribute_module(nn.Dense(4, 2), mesh_1d()).set_grad()
+    for call in (lambda: net(data(1, 8, 4)),
+                 lambda: ms.grad(lambda t: t @ w)(x), lambda: ms.value_and_grad(lambda t: 1 / 0)(x),
                  lambda: ops.GradOperation()(lambda t: t.nonsense())(x), lambda: ms.vjp(lambda t: t @ w, x)):
         refusal(call, Exception)
         assert not _pynative_executor.grad_flag()
@@ -118,7 +120,9 @@ def training_cells_and_optimizers(world):
     stale = _mlp(3)
     optimizer = nn.SGD(stale.trainable_params(), 0.1)
     distribute_module(stale, mesh_1d())
-    assert "after the model was distributed" in refusal(lambda: optimizer(grads))
+    step = nn.TrainOneStepCell(_Loss(stale), optimizer)
+    for call, kind in ((lambda: optimizer(grads), OpRuleError), (lambda: step(placed(x, mesh_1d(), S(0))), ConfigError)):
+        assert "after the model was distributed" in refusal(call, kind)
 
 
 class _Loss(nn.Cell):
@@ -131,11 +135,7 @@ class _Loss(nn.Cell):
 
 
 def _mlp(seed: int) -> nn.Cell:
-    rng = np.random.default_rng(seed)
-    net = nn.SequentialCell(nn.Dense(6, 8), nn.ReLU(), nn.Dense(8, 6))
-    for p in net.get_parameters():
-        p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
-    return net
+    return filled(nn.SequentialCell(nn.Dense(6, 8), nn.ReLU(), nn.Dense(8, 6)), seed)
 
 
 def clipping_by_the_global_norm(world, grid, line):
@@ -188,17 +188,10 @@ def replicas_over_styles_that_hand_out_local_tensors(world, grid):
     assert "use_local_output=False" in refusal(lambda: net(rows), LayoutError)
 
 
-class _Tied(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        rng = np.random.default_rng(5)
-        self.a, self.b = nn.Dense(6, 6), nn.Dense(6, 6)
-        for p in self.get_parameters():
-            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
-        self.b.weight = self.a.weight
-
-    def construct(self, x):
-        return self.b(mint.nn.functional.relu(self.a(x)))
+def _tied() -> nn.Cell:
+    net = filled(Built(lambda c, x: c.b(mint.nn.functional.relu(c.a(x))), a=nn.Dense(6, 6), b=nn.Dense(6, 6)))
+    net.b.weight = net.a.weight
+    return net
 
 
 def ties_between_cells_that_are_distributed_one_by_one(world, grid):
@@ -216,13 +209,13 @@ def ties_between_cells_that_are_distributed_one_by_one(world, grid):
             cell, mesh_1d(), ColwiseParallel(use_local_output=False, output_layouts=R))),
     }
     for name, (on, way) in ways.items():
-        net, plain = _Tied(), _Tied()
+        net, plain = _tied(), _tied()
         way(net.a)
         way(net.b)
         assert net.b.weight is net.a.weight and len(net.trainable_params()) == 3, name
         layout = S(0) if name != "styles" else R
         trains_as_one_device(net, plain, x, placed(x, on, layout))
-        whole = _Tied()  # in one call
+        whole = _tied()  # in one call
         if name == "partition_fn":
             way(whole)
             assert whole.b.weight is whole.a.weight and whole.a.weight.placements == (S(0),)
@@ -232,7 +225,7 @@ def ties_between_cells_that_are_distributed_one_by_one(world, grid):
             if p.ndim == 2:
                 cell._params[key] = Parameter(md.distribute_tensor(array(p) if False else Tensor(array(p)), mesh, [
                     S(0 if name == "a" else 1)]), name=p.name)
-    assert "shared by cells" in refusal(lambda: distribute_module(_Tied(), mesh_1d(), either), LayoutError)
+    assert "shared by cells" in refusal(lambda: distribute_module(_tied(), mesh_1d(), either), LayoutError)
 
 
 # -- compiled functions, and plain tensors ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a case of ranks begins with: a mesh, placements, and tensors of which every rank has the same values."""
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -37,5 +37,18 @@ class Built(nn.Cell):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def construct(self, *inputs):
-        return self.fn(self, *inputs)
+    def construct(self, *inputs, **named):
+        return self.fn(self, *inputs, **named)
+
+
+def weight(*shape: int) -> Parameter:
+    """A parameter that is still to be filled."""
+    return Parameter(Tensor(np.zeros(shape, np.float32)))
+
+
+def filled(cell: nn.Cell, seed: int = 0) -> nn.Cell:
+    """Asymmetric values, the same on every rank; a norm's variances, which are none below nought, stay what they are."""
+    for i, p in enumerate(cell.get_parameters()):
+        if not p.name.endswith("variance"):
+            p.set_data(Tensor(np.random.default_rng(seed + i).normal(0.4, 0.5, p.shape).astype(np.float32)).astype(p.dtype))
+    return cell

@@ -14,9 +14,9 @@ from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
 from ms_dtensor.pipeline.step import Step
 from ms_dtensor.pipeline.transfer import Edge
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled
 from tests.dist.support import each
 from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, one_device, right, style_of, told
-from tests.sharding.support import filled
 from tests.tiers import sampled
 
 GROUP = "errors"
@@ -163,7 +163,8 @@ def a_batch_that_some_ranks_refuse_is_no_other_ranks_next(world):
     stages, last = pipeline(filled(Net()), mesh["pp"]), mesh.get_local_rank("dp")
     for stage in stages:
         md.replicate(stage.module, mesh=mesh["dp"])
-    schedule = Schedule(stages, 4, md.replicate(Loss(), mesh=mesh["dp"]), actions=one_f_one_b(2, 4))
+    loss = md.replicate(Built(lambda _, y, t: loss_fn(y, t)), mesh=mesh["dp"])
+    schedule = Schedule(stages, 4, loss, actions=one_f_one_b(2, 4))
     for run in (schedule.step, schedule.eval):
         if last:
             told(LayoutError, "7 rows are not cut into 4", partial(run, Tensor(X[:7]), target=Tensor(T[:7])))
@@ -171,46 +172,20 @@ def a_batch_that_some_ranks_refuse_is_no_other_ranks_next(world):
         told((CollectiveMismatch, PeerLost), "of batch ", partial(run, x, target=t))
 
 
-class Loss(nn.Cell):
-    def construct(self, y, t):
-        return loss_fn(y, t)
 
 
-class Both(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Dense(4, 4)
-
-    def construct(self, x):
-        return self.up(x), x
-
-
-class Unpacked(nn.Cell):
+def unpacked() -> nn.Cell:
     """Takes apart what its first cell gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Both(), nn.Dense(4, 4)
-
-    def construct(self, x):
-        y, x = self.first(x)
-        return self.second(y)
+    def construct(c, x):
+        y, x = c.first(x)
+        return c.second(y)
+    return Built(construct, first=Built(lambda c, x: (c.up(x), x), up=nn.Dense(4, 4)), second=nn.Dense(4, 4))
 
 
-class Added(nn.Cell):
+
+def added() -> nn.Cell:
     """Adds what it is given."""
-
-    def construct(self, x, other=None):
-        return x + other.reshape(x.shape)
-
-
-class Sum(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.one = Added()
-
-    def construct(self, x, other=None):
-        return self.one(x, other)
+    return Built(lambda c, x, other=None: c.one(x, other), one=Built(lambda c, x, other=None: x + other.reshape(x.shape)))
 
 
 def all_ranks_are_told_which_cells_a_stage_has_not(world):
@@ -219,9 +194,9 @@ def all_ranks_are_told_which_cells_a_stage_has_not(world):
     rest = (": in the place of a cell of another stage its first argument is handed on, so several tensors go as one list "
             "or dict")
     for net, split, given, error, stage in (
-            (Unpacked(), ["second"], 1, "too many values to unpack", "this stage has not first"),
-            (Sum(), [[], ["one"]], 2, "NoneType", "this stage has all cells, and the one before it none"),
-            (Sum(), [["one"], []], 1, "NoneType", "")):
+            (unpacked(), ["second"], 1, "too many values to unpack", "this stage has not first"),
+            (added(), [[], ["one"]], 2, "NoneType", "this stage has all cells, and the one before it none"),
+            (added(), [["one"], []], 1, "NoneType", "")):
         schedule = Schedule(pipeline(net, mesh, split=split), 2, loss_fn, actions=one_f_one_b(2, 2))
         try:
             schedule.step(*[Tensor(X)] * given, target=Tensor(T))

@@ -16,9 +16,9 @@ from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, Peer
 from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, draw, pipeline, simulate
 from ms_dtensor.pipeline.actions import computing
 from tests.cases import case
+from tests.dist.operands import Built, filled
 from tests.dist.support import each, refusal
 from tests.pipeline.cases_run import KINDS, Net, T, X, close, loss_fn, one_device, right, style_of
-from tests.sharding.support import filled
 from tests.tiers import sampled
 
 
@@ -76,16 +76,9 @@ def several_and_empty_tensors_in_all_orders(world):
                 close(a, b, f"parameter {i}", 2e-6)
 
 
-class Chunk(nn.Cell):
+def chunk(last: bool) -> nn.Cell:
     """hyper_parallel's last stage has the loss in it."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.last, self.layer = last, nn.Dense(4, 4)
-
-    def construct(self, x):
-        y = mint.tanh(self.layer(x))
-        return (y ** 2).mean() if self.last else y
+    return Built(lambda c, x: (mint.tanh(c.layer(x)) ** 2).mean() if last else mint.tanh(c.layer(x)), layer=nn.Dense(4, 4))
 
 
 class Halved(hyper.PipelineStage):
@@ -114,23 +107,17 @@ def a_cell_at_several_places_is_one_of_each_stage(world):
                 close(g, want[id(p)], p.name)
 
 
-class Twice(nn.Cell):
+def twice() -> nn.Cell:
     """Calls a cell once more, behind one that comes later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.second = nn.Dense(4, 4), nn.Tanh(), nn.Dense(4, 4)
-
-    def construct(self, x):
-        return self.act(self.second(self.act(self.first(x))))
+    return Built(lambda c, x: c.act(c.second(c.act(c.first(x)))), first=nn.Dense(4, 4), act=nn.Tanh(), second=nn.Dense(4, 4))
 
 
 def cells_that_run_in_another_order_than_stages_are_refused(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    schedule = Schedule1F1B(pipeline(filled(Twice()), mesh, split=["second"]), 2, loss_fn)
+    schedule = Schedule1F1B(pipeline(filled(twice()), mesh, split=["second"]), 2, loss_fn)
     text = refusal(lambda: schedule.step(Tensor(X), target=Tensor(T)), (LayoutError, PeerLost))
     assert "'act' is called behind 'second'" in text, text
-    net = filled(Twice())
+    net = filled(twice())
     loss = loss_fn(net(Tensor(X)), Tensor(T))
     for split in (["act"], ["first"]):
         schedule = Schedule1F1B(pipeline(net, mesh, split=split), 2, loss_fn)
@@ -139,8 +126,8 @@ def cells_that_run_in_another_order_than_stages_are_refused(world):
 
 def hyper_parallels_names(world):
     """The first rank passes the batch; the last has the losses; gradients are sums over microbatches."""
-    nets, m = [filled(Chunk(s == 1), s) for s in range(2)], 4
-    plain = [filled(Chunk(s == 1), s) for s in range(2)]
+    nets, m = [filled(chunk(s == 1), s) for s in range(2)], 4
+    plain = [filled(chunk(s == 1), s) for s in range(2)]
     params = [p for n in plain for p in n.trainable_params()]
     losses, sums = [], [0.0] * len(params)
     for x in np.split(X, m):
@@ -176,7 +163,7 @@ def hyper_parallels_names(world):
 
 def hyper_parallels_interleaved_stages(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    nets, plain = ([filled(Chunk(s == 3), s) for s in range(4)] for _ in range(2))
+    nets, plain = ([filled(chunk(s == 3), s) for s in range(4)] for _ in range(2))
     params = [p for n in plain for p in n.trainable_params()]
 
     def whole(x):

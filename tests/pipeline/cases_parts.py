@@ -11,10 +11,10 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.pipeline import PipelineStage, pipeline
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled, weight
 from tests.dist.support import each, set_trained
 from tests.pipeline import cases_run
 from tests.pipeline.cases_run import T, X
-from tests.sharding.support import filled
 from tests.tiers import sampled
 
 MIXED = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32)
@@ -114,18 +114,12 @@ def frozen_when_laid_out_and_trained_later(world):
             assert sum(n for op, n in sums.items() if op in ("all_reduce", "reduce_scatter")) <= units, sums
 
 
-class OwnNorm(nn.Cell):
+def own_norm() -> nn.Cell:
     """A user's norm with weights of two dims, of which a unit does not know that they are a norm's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma, self.beta = (ms.Parameter(Tensor(np.zeros((3, 4), np.float32))) for _ in range(2))
-
-    def construct(self, x):
-        return ms.ops.LayerNorm(1, 1)(x, self.gamma, self.beta)[0]
+    return Built(lambda c, x: ms.ops.LayerNorm(1, 1)(x, c.gamma, c.beta)[0], gamma=weight(3, 4), beta=weight(3, 4))
 
 
-NORMS = {"of one dim": lambda: nn.LayerNorm((4,)), "by its op": OwnNorm, "of two dims": lambda: nn.LayerNorm((3, 4), 1, 1)}
+NORMS = {"of one dim": lambda: nn.LayerNorm((4,)), "by its op": own_norm, "of two dims": lambda: nn.LayerNorm((3, 4), 1, 1)}
 
 
 @cases(2, {

@@ -13,6 +13,7 @@ from ms_dtensor import Shard, checkpoint_wrapper, distribute_tensor, fully_shard
 from ms_dtensor.dispatch.held import Holding
 from ms_dtensor.errors import ConfigError, ScheduleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleGPipe, ScheduleZBH1, pipeline
+from tests.dist.operands import Built, filled, weight
 from tests.msrun import python
 
 
@@ -29,23 +30,17 @@ def test_what_is_no_stage_is_refused(cpu):
         assert text in str(refused.value)
 
 
-class Added(nn.Cell):
+def added() -> nn.Cell:
     """Two parameters of which autograd hands out one gradient, the same tensor, and which is the first stage's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (Parameter(Tensor(np.random.default_rng(i).normal(size=(1, 4)).astype(np.float32))) for i in (1, 2))
-
-    def construct(self, x):
-        return x * 2 + self.a + self.b
+    return filled(Built(lambda c, x: x * 2 + c.a + c.b, a=weight(1, 4), b=weight(1, 4)))
 
 
 @pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleZBH1])
 def test_sums_and_weights_are_one_devices_where_gradients_are_one_tensor(cpu, kind):
-    mesh, plain = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), Added()
+    mesh, plain = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), added()
     x, t = (Tensor(np.random.default_rng(i).normal(size=(5, 4)).astype(np.float32)) for i in (3, 4))
     weights = [0.1, 0.35, 0.2, 0.05, 0.3]
-    schedule = kind(pipeline(nn.SequentialCell(Added()), mesh), 5, lambda y, t: ((y - t) ** 2).mean())
+    schedule = kind(pipeline(nn.SequentialCell(added()), mesh), 5, lambda y, t: ((y - t) ** 2).mean())
 
     def want():
         return (((plain(x) - t) ** 2).mean(-1) * Tensor(np.array(weights, np.float32))).sum()
@@ -97,26 +92,20 @@ def test_what_a_later_forward_has_written_is_not_what_a_backward_reads(cpu, writ
         step(ScheduleGPipe, False, False)
 
 
-class Scaled(nn.Cell):
+def scaled(scale: Parameter) -> nn.Cell:
     """A loss with a parameter, its own or that of a stage."""
-
-    def __init__(self, scale: Parameter) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def construct(self, y, _):
-        return (y * self.scale).mean()
+    return Built(lambda c, y, _: (y * c.scale).mean(), scale=scale)
 
 
 def test_parameters_of_a_loss_alone_are_said_not_to_be_trained(cpu, recwarn):
     stages = pipeline(nn.SequentialCell(nn.Dense(4, 4)), init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)))
     scale = Parameter(ones((1,)), name="scale")
     with pytest.warns(UserWarning, match="Schedule1F1B: the loss has parameters of no stage, scale, which no step trains"):
-        schedule = Schedule1F1B(stages, 2, Scaled(scale))
+        schedule = Schedule1F1B(stages, 2, scaled(scale))
     assert len(schedule.step(ones((2, 4)))[1]) == len(schedule.params) == 2
     scale.requires_grad = False
-    Schedule1F1B(stages, 2, Scaled(scale))
-    Schedule1F1B(stages, 2, Scaled(schedule.params[1]))
+    Schedule1F1B(stages, 2, scaled(scale))
+    Schedule1F1B(stages, 2, scaled(schedule.params[1]))
     assert not recwarn.list
 
 

@@ -17,9 +17,10 @@ from ms_dtensor.errors import LayoutError
 from ms_dtensor.internals.names import Function
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
+from tests.dist.operands import Built, filled
 from tests.dist.support import counted, crossed, each, equal, equal_each, equal_values, refusal
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import ROWS, WAYS, Mul, alike, data_mesh, filled, rows_of, twins
+from tests.sharding.support import ROWS, WAYS, Mul, alike, data_mesh, rows_of, twins
 from tests.tiers import sampled
 
 
@@ -71,10 +72,7 @@ def by_grad_operation(net, params, x):
 
 
 def by_cell(net, params, x):
-    class Loss(nn.Cell):
-        def construct(self, x):
-            return both(net)(x)
-    return ms.grad(Loss(), None, params)(x)
+    return ms.grad(Built(lambda c, x: both(net)(x)), None, params)(x)
 
 
 @case(2)
@@ -137,10 +135,7 @@ def who_asks_only_afterwards_gets_all(world):
         md.backward(both(net)(x))
     equal_each([p.grad for p in params], want, params, "backward")
 
-    class Loss(nn.Cell):
-        def construct(self, x):
-            return both(net)(x)
-    loss = Loss().set_grad()
+    loss = Built(lambda c, x: both(net)(x)).set_grad()
     loss(x)
     equal_each(ops.GradOperation(get_by_list=True)(loss, params)(x), want, params, "set_grad")
 

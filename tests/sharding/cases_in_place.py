@@ -10,8 +10,9 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled, weight
 from tests.dist.support import each, equal
-from tests.sharding.support import ROWS, WAYS, alike, data_mesh, filled, rows_of, twins
+from tests.sharding.support import ROWS, WAYS, alike, data_mesh, rows_of, twins
 from tests.tiers import sampled
 
 
@@ -57,17 +58,11 @@ def an_in_place_write_in_the_step(world):
             equal(net.seen, plain.seen, f"step {step}: what was written")
 
 
-class Weighted(nn.Cell):
+def weighted() -> nn.Cell:
     """Weights of 3 elements, of which a fourth rank holds none, and how much each matters: frozen, written in the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Dense(4, 3)
-        self.w = Parameter(Tensor(np.zeros(3, np.float32)), name="w")
-        self.matters = Parameter(Tensor(np.zeros(3, np.float32)), name="matters", requires_grad=False)
-
-    def construct(self, x):
-        return mint.tanh(self.a(x)) * self.w
+    net = Built(lambda c, x: mint.tanh(c.a(x)) * c.w, a=nn.Dense(4, 3), w=weight(3), matters=weight(3))
+    net.matters.requires_grad = False
+    return net
 
 
 def by_set_data(p, value) -> None:
@@ -98,7 +93,7 @@ def penalty_written_after_its_use(world, use: str, write, first: int) -> None:
             return (y ** 2).mean() + extra
         return of
     for way in sampled(WAYS, 3, first):
-        copied, (plain, net) = filled(Weighted()), twins(Weighted, way, mesh, "a")
+        copied, (plain, net) = filled(weighted()), twins(weighted, way, mesh, "a")
         for step in range(3):
             what = f"{way}, {use}: step {step}"
             if write is not by_set_data:

@@ -23,9 +23,10 @@ from ms_dtensor.internals.names import NoFallbackGuard, no_grad
 from ms_dtensor.parallel.sharding.block import Block
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
+from tests.dist.operands import Built, filled, weight
 from tests.dist.support import counted, each, mean_square
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import data_mesh, filled, rows_of
+from tests.sharding.support import data_mesh, rows_of
 from tests.tiers import sampled
 
 POLICY = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)
@@ -49,15 +50,8 @@ class Product(md.DFunction):
         return grad * w, mint.sum((grad * x).float(), 0).astype(w.dtype)  # a CPU adds up no bfloat16
 
 
-class Scaled(nn.Cell):
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = Parameter(Tensor(np.zeros(4, np.float32)), name="w")
-        self.scale = Parameter(Tensor(np.zeros(4, np.float32)), name="scale")
-
-    def construct(self, x):
-        return mint.tanh(Product.apply(x, self.w)) * self.scale
+def scaled() -> nn.Cell:
+    return Built(lambda c, x: mint.tanh(Product.apply(x, c.w)) * c.scale, w=weight(4), scale=weight(4))
 
 
 class Between(nn.Cell):
@@ -66,7 +60,7 @@ class Between(nn.Cell):
     def __init__(self, order=(0, 1, 2)) -> None:
         super().__init__()
         self.order, self.between = order, None
-        self.blocks = nn.CellList([Scaled() for _ in range(3)])
+        self.blocks = nn.CellList([scaled() for _ in range(3)])
         self.scale = Parameter(Tensor(np.zeros(4, np.float32)), name="scale")
 
     def construct(self, x):

@@ -14,6 +14,7 @@ import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, checkpoint_wrapper, distribute_tensor, fully_shard, init_device_mesh, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
+from tests.dist.operands import filled
 from tests.dist.support import counted, each, equal, refusal
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
@@ -63,8 +64,7 @@ class Net(nn.Cell):
         super().__init__()
         self.blocks = nn.CellList([Block(6, 8, group) for _ in range(2)])
         self.head = Parameter(Tensor(np.zeros((3, 6), np.float32)), name="head")
-        for i, p in enumerate(self.get_parameters()):
-            p.set_data(Tensor(np.random.default_rng(i).normal(0.3, 0.4, p.shape).astype(np.float32)))
+        filled(self)
 
     def construct(self, x):
         for block in self.blocks:

@@ -8,20 +8,16 @@ from mindspore import Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor.errors import DTensorError
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled
 from tests.dist.support import crossed, each, refusal, same_on_all_ranks
-from tests.sharding.support import ROWS, filled, own_rows, rows_of, same_step
+from tests.sharding.support import ROWS, own_rows, rows_of, same_step
 from tests.tiers import sampled
 
 
-class Mlp(nn.Cell):
+def mlp() -> nn.Cell:
     """A projection up and one down, and one of the model's own, which no style touches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = nn.Dense(4, 8), nn.Dense(8, 4), nn.Dense(4, 4)
-
-    def construct(self, x):
-        return self.last(x + self.down(mint.tanh(self.up(x))))
+    return Built(lambda c, x: c.last(x + c.down(mint.tanh(c.up(x)))),
+                 up=nn.Dense(4, 8), down=nn.Dense(8, 4), last=nn.Dense(4, 4))
 
 
 STYLES = {"up": md.ColwiseParallel(use_local_output=False), "down": md.RowwiseParallel(use_local_output=False)}
@@ -34,7 +30,7 @@ WRAPS = {"fully_shard": lambda net, data: md.fully_shard(net, mesh=data),
 
 def laid_out(wrap, tp, data) -> tuple[nn.Cell, nn.Cell]:
     """A model of one device, and the same with styles on an axis and data parallelism on another."""
-    plain, net = filled(Mlp()), filled(Mlp())
+    plain, net = filled(mlp()), filled(mlp())
     md.parallelize_module(net, tp, STYLES)
     wrap(net, data)
     return plain, net
@@ -83,15 +79,10 @@ def rows_that_do_not_divide_are_chunks_of_the_flattened_axis(world):
         same_step(net, plain, rows_of(data, rows).to_local(), rows=rows)
 
 
-class Experts(nn.Cell):
+def experts() -> nn.Cell:
     """A dense layer, and expert weights that are cut over "ep", one of the data axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.expert, self.last = nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 4)
-
-    def construct(self, x):
-        return self.last(mint.tanh(self.expert(mint.tanh(self.dense(x)))))
+    return Built(lambda c, x: c.last(mint.tanh(c.expert(mint.tanh(c.dense(x))))),
+                 dense=nn.Dense(4, 4), expert=nn.Dense(4, 4), last=nn.Dense(4, 4))
 
 
 @case(4)
@@ -104,7 +95,7 @@ def experts_on_one_of_the_flattened_axes(world):
     def steps(way):
         mesh, wrap = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), wraps[way]
         data = mesh["edp", "ep"].flatten("dp")
-        plain, net = filled(Experts()), filled(Experts())
+        plain, net = filled(experts()), filled(experts())
         md.parallelize_module(net.expert, mesh["ep"], md.ColwiseParallel(
             input_layouts=md.Replicate(), output_layouts=md.Shard(0), use_local_output=False))
         wrap(net.expert, mesh=mesh["edp"])
@@ -113,22 +104,18 @@ def experts_on_one_of_the_flattened_axes(world):
         same_step(net, plain, md.distribute_tensor(Tensor(ROWS), mesh, [md.Shard(0), md.Shard(0)], src_data_rank=None))
 
 
-class Ends(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Dense(4, 8)
-
-    def construct(self, x):
-        return self.up(x)[:, :3]  # of what is here: no part of the global output that a layout can say
+def ends() -> nn.Cell:
+    """Of what is here the first columns: no part of the global output that a layout can say."""
+    return Built(lambda c, x: c.up(x)[:, :3], up=nn.Dense(4, 8))
 
 
 @case(4)
 def errors_name_the_way_that_was_used(world):
     """Styles that hand out plain tensors (use_local_output=True) under each way: right, or refused in its own name."""
     # the second style's input is a shard of the first one's
-    kinds = {Mlp: {"up": md.ColwiseParallel(), "down": md.ColwiseParallel()}, Ends: {"up": md.ColwiseParallel()}}
+    kinds = {mlp: {"up": md.ColwiseParallel(), "down": md.ColwiseParallel()}, ends: {"up": md.ColwiseParallel()}}
 
-    @each((kind, way) for kind in kinds for way in WRAPS if kind is Mlp or way != "blocks")
+    @each((kind, way) for kind in kinds for way in WRAPS if kind is mlp or way != "blocks")
     def refused(kind, way):
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         net = filled(kind())
@@ -157,7 +144,7 @@ def siblings_split_from_one_line(world):
 
     def across():
         line = md.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-        net = filled(Mlp())
+        net = filled(mlp())
         md.parallelize_module(net, line.unflatten(0, (2, 2), ("dp", "tp"))["tp"], STYLES)
         return md.fully_shard(net, mesh=line.unflatten(0, (1, 4), ("pp", "edp"))["edp"])
     text = refusal(across, DTensorError)

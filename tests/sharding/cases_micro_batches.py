@@ -16,9 +16,10 @@ from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import MixedPrecisionPolicy, Shard, distribute_tensor, value_and_grad
 from tests.cases import case
+from tests.dist.operands import Built, filled
 from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, mean_square
 from tests.rehearsal.session import rehearsed
-from tests.sharding.support import ROWS, SHARDED, WAYS, Net, data_mesh, filled, replicated, rows_of, sharded, twins
+from tests.sharding.support import ROWS, SHARDED, WAYS, Net, data_mesh, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
 
@@ -99,16 +100,12 @@ def a_cell_that_is_a_root_of_its_own_is_skipped_in_the_last_one(world):
         summed(net, plain, mesh, losses, roots=net)
 
 
-class Gated(nn.Cell):
+def gate() -> nn.Cell:
     """A cell that runs, and whose parameters reach the loss or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.a, self.b = "open", nn.Dense(4, 4), nn.Dense(4, 4)
-
-    def construct(self, x):
-        y, z = mint.tanh(self.a(x)), mint.tanh(self.b(x))
-        return y * (z if self.gate == "open" else ops.stop_gradient(z)) if self.gate != "unused" else y
+    def construct(c, x):
+        y, z = mint.tanh(c.a(x)), mint.tanh(c.b(x))
+        return y * (z if c.gate == "open" else ops.stop_gradient(z)) if c.gate != "unused" else y
+    return Built(construct, gate="open", a=nn.Dense(4, 4), b=nn.Dense(4, 4))
 
 
 def gated(gate: str):
@@ -126,19 +123,14 @@ def a_cell_ran_but_none_of_its_parameters_reaches_the_loss_of_the_last_one(world
 
     @each(crossed(("stopped", "unused"), WAYS, 2))
     def steps(last, way):
-        plain, net = twins(Gated, way, mesh, "a b")
+        plain, net = twins(gate, way, mesh, "a b")
         summed(net, plain, mesh, [gated("open"), gated(last), gated(last)])
 
 
-class Added(nn.Cell):
+def summed_up() -> nn.Cell:
     """Two parameters of which autograd hands out one gradient, the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 4)
-
-    def construct(self, x):
-        return mint.matmul(x, self.a.weight + self.b.weight) + self.c(x)
+    return Built(lambda c, x: mint.matmul(x, c.a.weight + c.b.weight) + c.c(x),
+                 a=nn.Dense(4, 4), b=nn.Dense(4, 4), c=nn.Dense(4, 4))
 
 
 @case(2)
@@ -149,7 +141,7 @@ def sums_of_parameters_whose_gradient_is_one_tensor(world):
 
     @each(ways)
     def steps(way):
-        plain, net = twins(Added, ways[way], mesh, "")
+        plain, net = twins(summed_up, ways[way], mesh, "")
         summed(net, plain, mesh, [mean_square] * 4)
 
 

@@ -15,8 +15,9 @@ from mindspore.graph.api import _pynative_executor
 from ms_dtensor import MixedPrecisionPolicy, comm, replicate, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled
 from tests.dist.support import mean_square, refusal, same_on_all_ranks
-from tests.sharding.support import WAYS, Net, data_mesh, filled, rows_of
+from tests.sharding.support import WAYS, Net, data_mesh, rows_of
 from tests.tiers import sampled
 
 CALL = re.compile(r"rank (\d+): (.*) at (\S+):(\d+)")
@@ -91,13 +92,9 @@ def models_apart(world, way: str) -> None:
     apart(world, net, mesh, ("ab", "ba"), ("a.", "b.", "Net"))
 
 
-class Gain(nn.Cell):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.w = Parameter(Tensor(np.linspace(0.5, 1.5, 4).astype(np.float32)), name=f"{name}.w")
-
-    def construct(self, x):
-        return mint.tanh(x * self.w)
+def gain(name: str) -> nn.Cell:
+    w = Parameter(Tensor(np.linspace(0.5, 1.5, 4).astype(np.float32)), name=f"{name}.w")
+    return Built(lambda c, x: mint.tanh(x * c.w), w=w)
 
 
 class Gains(InOrder):
@@ -105,7 +102,7 @@ class Gains(InOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.order = Gain("a"), Gain("b"), "ab"
+        self.a, self.b, self.order = gain("a"), gain("b"), "ab"
 
 
 @case(2)

@@ -18,6 +18,7 @@ import ms_dtensor as md
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.parallel.sharding.rooms import Room
 from tests.cases import case
+from tests.dist.operands import Built
 from tests.dist.support import each, equal, equal_each
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh, rows_of
@@ -51,13 +52,8 @@ def weight(seed: int, dtype) -> Parameter:
     return Parameter(Tensor(values.astype(dtype)), name="w")
 
 
-class Inner(nn.Cell):
-    def __init__(self, seed: int, dtype) -> None:
-        super().__init__()
-        self.w = weight(seed, dtype)
-
-    def construct(self, x):
-        return mint.tanh(Product.apply(x, self.w))
+def inner(seed: int, dtype=np.float32) -> nn.Cell:
+    return Built(lambda c, x: mint.tanh(Product.apply(x, c.w)), w=weight(seed, dtype))
 
 
 class Outer(nn.Cell):
@@ -65,7 +61,7 @@ class Outer(nn.Cell):
 
     def __init__(self, dtype=np.float32) -> None:
         super().__init__()
-        self.inner = Inner(1, dtype)
+        self.inner = inner(1, dtype)
         self.w = weight(2, dtype)
         self.between = None
 
@@ -167,15 +163,9 @@ def one_gradient_of_both(world):
                                ("value", "gradient of the input", *net.trainable_params()), f"step {step}", rtol)
 
 
-class Tied(nn.Cell):
+def tied() -> nn.Cell:
     """Hands out its weight, and a view of it, for others to use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = weight(3, np.float32)
-
-    def construct(self, x):
-        return mint.tanh(Product.apply(x, self.w)), self.w, mint.transpose(self.w, 0, 1)
+    return Built(lambda c, x: (mint.tanh(Product.apply(x, c.w)), c.w, mint.transpose(c.w, 0, 1)), w=weight(3, np.float32))
 
 
 @case(2)
@@ -183,7 +173,7 @@ def weights_that_a_cell_hands_out_have_memory_of_their_own(world):
     """The room is another cell's next."""
     with rehearsed(clock=False):
         mesh = data_mesh(world, "npu")
-        plain, net = (nn.SequentialCell(Tied(), Inner(4, np.float32)) for _ in range(2))
+        plain, net = (nn.SequentialCell(tied(), inner(4)) for _ in range(2))
         for cell in (*net, net):
             md.fully_shard(cell, mesh=mesh)
 

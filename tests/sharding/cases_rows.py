@@ -15,8 +15,9 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from ms_dtensor import implicit_replication
 from ms_dtensor.errors import MixedOperandError
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled, weight
 from tests.dist.support import crossed, each, equal, refusal, same_on_all_ranks
-from tests.sharding.support import ROWS, SHARDED, WAYS, data_mesh, filled, own_rows, rows_of, same_step, twins
+from tests.sharding.support import ROWS, SHARDED, WAYS, data_mesh, own_rows, rows_of, same_step, twins
 from tests.tiers import sampled
 
 MASK = np.array([0.5, 2.0, -1.0, 1.5], np.float32)
@@ -92,16 +93,6 @@ def made_inside(world, which: str, ways=WAYS) -> None:
                 equal(net(x), plain(Tensor(ROWS)))  # a number, all that is made of it, may mix
 
 
-class Met(nn.Cell):
-    """The plain tensor meets a DTensor element by element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = Parameter(Tensor(np.zeros(4, np.float32)), name="w")
-
-    def construct(self, x, m):
-        return x * self.w * m
-
 
 @case(2)
 def a_plain_tensor_that_meets_a_dtensor_inside(world):
@@ -110,7 +101,7 @@ def a_plain_tensor_that_meets_a_dtensor_inside(world):
 
     def made():
         net = Parent()
-        net.b = Met()
+        net.b = Built(lambda c, x, m: x * c.w * m, w=weight(4))  # element by element
         return net
 
     @each((which, way) for which, way in crossed(WRAPPED, WAYS, 2) if which != "units" or way in SHARDED)
@@ -125,19 +116,14 @@ def a_plain_tensor_that_meets_a_dtensor_inside(world):
 @case(2)
 def rows_come_into_the_outermost_wrapped_cell(world):
     """Plain rows of a batch, in whatever form they come, where inner cells are wrapped, too; told once a call."""
-    class Two(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Dense(4, 4), nn.Dense(4, 4)
-
-        def construct(self, x, y):
-            return mint.tanh(self.a(x)) * self.b(y)
+    def two():
+        return Built(lambda c, x, y: mint.tanh(c.a(x)) * c.b(y), a=nn.Dense(4, 4), b=nn.Dense(4, 4))
     mesh = data_mesh(world)
     other = np.random.default_rng(8).normal(size=(8, 4)).astype(np.float32)
 
     @each(sampled(WAYS, 2, 1))
     def steps(way):
-        plain, net = twins(Two, way, mesh, "a b")
+        plain, net = twins(two, way, mesh, "a b")
 
         def loss(n):
             return lambda x: (n(x, y=Tensor(other) if n is plain else own_rows(mesh, other)) ** 2).mean()
@@ -148,16 +134,11 @@ def rows_come_into_the_outermost_wrapped_cell(world):
 @case(2)
 def a_tensor_beside_a_dtensor_in_one_call_from_outside(world):
     """Into the outermost cell, plain tensors are rows also where another argument is a DTensor already."""
-    class Two(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Dense(4, 4)
-
-        def construct(self, x, y):
-            return mint.tanh(self.a(x)) * y
+    def product():
+        return Built(lambda c, x, y: mint.tanh(c.a(x)) * y, a=nn.Dense(4, 4))
     mesh = data_mesh(world)
     for way in WAYS:
-        plain, net = twins(Two, way, mesh, "")
+        plain, net = twins(product, way, mesh, "")
         equal(net(rows_of(mesh), own_rows(mesh, ROWS * 2)), plain(Tensor(ROWS), Tensor(ROWS * 2)))
 
 

@@ -19,8 +19,9 @@ from mindspore.graph.api import _pynative_executor
 import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
 from tests.cases import case, cases
+from tests.dist.operands import Built, filled
 from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, refusal, set_trained
-from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, filled, own_rows, replicated, rows_of, sharded, twins
+from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, own_rows, replicated, rows_of, sharded, twins
 from tests.tiers import sampled
 
 
@@ -286,16 +287,10 @@ def copy_inside_of_a_cell_that_is_called_twice(world):
         assert "the backward needs parameter 'seen', which was written since" in said, said
 
 
-class Running(nn.Cell):
+def running() -> nn.Cell:
     """Running statistics, which are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.d = nn.Dense(4, 4)
-        self.moving_mean = Parameter(Tensor(np.arange(1, 5, dtype=np.float32)), name="moving_mean", requires_grad=False)
-
-    def construct(self, x):
-        return self.d(x) + self.moving_mean
+    mean = Parameter(Tensor(np.arange(1, 5, dtype=np.float32)), requires_grad=False)
+    return Built(lambda c, x: c.d(x) + c.moving_mean, d=nn.Dense(4, 4), moving_mean=mean)
 
 
 @case(2)
@@ -312,7 +307,7 @@ def statistics_written_between_a_forward_and_its_backward(world):
 
     @each(WAYS)
     def steps(way):
-        plain, net = twins(Running, way, mesh, "d")
+        plain, net = twins(running, way, mesh, "d")
         for step in range(2):
             alike(net, plain, mesh, loss, what=f"step {step}")
             equal(net.moving_mean, plain.moving_mean, f"step {step}: what was written")

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
+from tests.dist.operands import filled
 from tests.dist.support import counted, equal, equal_each, equal_steps, mean_square
 
 ROWS = np.random.default_rng(5).normal(size=(8, 4)).astype(np.float32)
@@ -41,13 +42,6 @@ class Net(nn.Cell):
         for i in self.order:
             x = self.blocks[i](x)
         return x
-
-
-def filled(cell: nn.Cell, seed: int = 0) -> nn.Cell:
-    """Asymmetric values, the same on every rank."""
-    for i, p in enumerate(cell.get_parameters()):
-        p.set_data(Tensor(np.random.default_rng(seed + i).normal(0.4, 0.5, p.shape).astype(np.float32)))
-    return cell
 
 
 def data_mesh(world, device: str = "cpu"):
