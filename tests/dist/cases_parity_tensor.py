@@ -246,13 +246,15 @@ def negative_dims_and_redistribution_to_oneself(world, line):
 def ranks_outside_the_mesh_hold_nothing_and_may_take_part(world):
     inside = world.rank in (0, 2)
     assert (_some().get_coordinate() is not None) == inside
-    told = DTensor.from_local(ops.ones((3, 2)), _some(), [S(0)])
+    rows = {rank: np.random.default_rng(rank).normal(size=(3, 2)).astype(np.float32) for rank in (world.rank, 0, 2)}
+    told = DTensor.from_local(Tensor(rows[world.rank]), _some(), [S(0)])
     whole = told.redistribute(placements=[R])
-    for x, rows in ((distribute_tensor(data(1, 6, 2), _some(), [S(0)]), 3), (told, 3), (whole, 6),
-                    (whole.redistribute(placements=[S(0)]), 3)):
+    for x, count in ((distribute_tensor(data(1, 6, 2), _some(), [S(0)]), 3), (told, 3), (whole, 6),
+                     (whole.redistribute(placements=[S(0)]), 3)):
         assert x.shape == (6, 2) and "some" in repr(x)
-        assert tuple(x.to_local().shape) == ((rows, 2) if inside else (0, 0))
-    assert (told + 2).to_local().asnumpy().tolist() == (np.full((3, 2), 3).tolist() if inside else [])
+        assert tuple(x.to_local().shape) == ((count, 2) if inside else (0, 0))
+    assert whole.to_local().asnumpy().tolist() == (np.concatenate((rows[0], rows[2])).tolist() if inside else [])
+    assert (told + 2).to_local().asnumpy().tolist() == ((rows[world.rank] + 2).tolist() if inside else [])
 
 
 # -- factories -------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", defa
 _running: ContextVar[ref[_Forward] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
 _WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
 _BESIDE = "_ms_dtensor_beside"  # cell attribute: whether its forward may call cells that are none of its own
+_of_all = functools.cache(lambda: frozenset(vars(nn.Cell())))  # names of what every cell has
 
 
 class Recompute:
@@ -310,7 +311,8 @@ class _Forward:
         standing_in.set(tuple(stack.enter_context(whose.again(self.called)) for whose in self.present))
         slots = {k: x for k, x in self._slots().items() if k in self.before} if self.before else {}
         self.filled = list(slots.values())
-        since = {k for k, count in self.told.items() if _writes(slots[k]) != count}  # others have written these
+        # others have written these; in one order on all ranks, as who hears of it may gather
+        since = [k for k, count in self.told.items() if _writes(slots[k]) != count]
         stack.callback(_fill, slots, {k: _copy(x) for k, x in slots.items()}, since)
         _fill(slots, self.before, self.told)
         if self.amp:
@@ -368,7 +370,7 @@ def _beside(cell: nn.Cell, own: list[nn.Cell]) -> list[nn.Cell]:
     """Cells that its own cells' methods and attributes have, and that are none of these; if its first forward had any."""
     if not cell.__dict__.get(_BESIDE, True):
         return []
-    of_all = vars(nn.Cell())
+    of_all = _of_all()
     known: list[Any] = [x for c in own for k, x in vars(c).items() if k not in of_all and not k.startswith("_ms_dtensor")]
     kinds = dict.fromkeys(t for c in own for t in type(c).__mro__[:type(c).__mro__.index(nn.Cell)])
     known += [x for t in kinds for x in vars(t).values() if isinstance(x, FunctionType)]
