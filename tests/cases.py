@@ -7,10 +7,10 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
     def all_reduce_sums(world): ...          # runs on every rank; world.rank, world.size
 
 which pytest collects as `cases_comm.py::all_reduce_sums[4]` (see `tests/conftest.py`); all cases of a world size share one
-launch. In a folder that says `WORLD = 4`, as `tests/dist`, the mark is left out: there each function of `world` is a case of
-four ranks, of four minutes at most, and `case` says what is otherwise. One that asks for `grid` or `line` beside it is given
-that mesh. A module that says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in
-their processes what others must not meet, or that wait for time limits.
+launch. Without a mark each function of `world` is a case of four ranks (or as many as its folder says: `WORLD = 2`), of four
+minutes at most; one that asks for `grid` or `line` beside it is given that mesh. What cases share begins with an underscore.
+A module that says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in their
+processes what others must not meet, or that wait for time limits.
 
 Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
@@ -35,7 +35,8 @@ CASE_LIMIT = 4.0  # seconds a case on the average, with the other tests beside i
 LAUNCHES = 8  # of one group at most: each but the last has ended in a case that failed
 TEST_LIMIT = 2400  # pytest's own limit, in seconds: the first test of a group waits for all of its launches
 NOT_RUN = "not run: the launch ended in "
-MESHES = {"line": "mesh_1d", "grid": "mesh_2d"}  # that a case may ask for, of tests/dist/operands.py
+WORLD = 4  # ranks of a case that has no mark, in a folder that says nothing else
+MESHES = {"line": "mesh_1d", "grid": "mesh_2d"}  # that a case may ask for, of tests/operands.py
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
@@ -71,7 +72,7 @@ def given(fn: Callable) -> list[str]:
 
 def call(fn: Callable, world: Any) -> None:
     """Runs a case on this rank."""
-    operands = importlib.import_module("tests.dist.operands")
+    operands = importlib.import_module("tests.operands")
     fn(world, *(getattr(operands, MESHES[name])() for name in given(fn)[1:]))
 
 
@@ -92,8 +93,8 @@ def cases_of(module: ModuleType, name: str, fn: object) -> list[Case]:
     """Of a function that stands in this module its cases, one for each world size; none if it is no case."""
     if getattr(fn, "__module__", None) != module.__name__:
         return []
-    usual = getattr(sys.modules.get(module.__package__ or ""), "WORLD", None)
-    if usual and isfunction(fn) and not hasattr(fn, "case_sizes"):
+    if isfunction(fn) and not name.startswith("_") and not hasattr(fn, "case_sizes"):
+        usual = getattr(sys.modules.get(module.__package__ or ""), "WORLD", WORLD)
         first, *meshes = given(fn) or [""]
         fn = case(usual)(fn) if first == "world" and MESHES.keys() >= {*meshes} else fn
     return [Case(module.__name__, name, size, getattr(module, "GROUP", "ranks"), fn.case_timeout)

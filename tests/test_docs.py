@@ -17,7 +17,7 @@ import yaml
 
 import ms_dtensor
 from model_zoo.llama.config import Config
-from tests.dist import cases_docs
+from tests import cases_docs
 from tests.msrun import PATIENCE
 from tests.mutants.faults import FAULTS
 

@@ -3,7 +3,7 @@
 
     python docs/tools/parity_of_optimizers.py [--steps 50]
 
-One process, plain parameters: `tests/dist/cases_optimizers.py` shows that layouts change nothing. Prints JSON, per row the
+One process, plain parameters: `tests/optim/cases_optimizers.py` shows that layouts change nothing. Prints JSON, per row the
 largest difference of a parameter, relative to how far PyTorch moved it; exits non-zero if one is larger than its bound.
 PyTorch's Muon orthogonalises in bfloat16, ours in float32: three digits are what bfloat16 leaves.
 """

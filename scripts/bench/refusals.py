@@ -3,8 +3,8 @@
 
     msrun --worker_num=2 --local_worker_num=2 --join=True scripts/bench/refusals.py --out refusals_2.json    # and with 4
 
-The programs are those of `tests/dist/cases_types.py`, which train as one device does, so any refusal is a false one. Each is
-run once with every `local_map` and `DFunction` checked; a call is counted once for its function and layouts.
+The programs are those of `tests/debug/cases_types.py`, which train as one device does, so any refusal is a false one. Each
+is run once with every `local_map` and `DFunction` checked; a call is counted once for its function and layouts.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ms_dtensor import comm
 from ms_dtensor.custom_ops import local_map
 from ms_dtensor.debug import checks
 from ms_dtensor.errors import OpRuleError
-from tests.dist.cases_types import OWN
+from tests.debug.cases_types import OWN
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor.checkpoint.state import Leaf, State
 from ms_dtensor.tensor.distribute import like_parameter
-from tests.dist.support import mesh_1d, mesh_2d
 from tests.msrun import report
+from tests.support import mesh_1d, mesh_2d
 
 S = md.Shard
 

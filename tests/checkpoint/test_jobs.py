@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What takes jobs, or long: two ranks save, one plain process loads and saves, two ranks load, bit for bit; published
 weights in and out of two ranks; slices of `python -m tests.long.check_checkpoints`; the index of a 405B Llama on 16,384
-ranks. Within four ranks the first is `tests/dist/cases_checkpoint.py`.
+ranks. Within four ranks the first is `tests/checkpoint/cases_save_load.py`.
 """
 import importlib.util
 import json

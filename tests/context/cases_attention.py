@@ -12,8 +12,8 @@ from ms_dtensor.core.balance import Mask
 from ms_dtensor.core.tokens import keys_by_rank
 from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, OpRuleError
 from tests.cases import case
-from tests.dist.support import refusal, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
+from tests.support import refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 MASKS = {"causal": {}, "window": {"window": 5}, "full": {"causal": False}}

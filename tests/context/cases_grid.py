@@ -16,8 +16,8 @@ from ms_dtensor.core.tokens import keys_by_rank
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.context.cases_attention import HEADS, MASKS, E, bytes_of_rows, compare, drawn, kinds, one_device, shares
-from tests.dist.operands import Built
-from tests.dist.support import refusal, same_on_all_ranks
+from tests.operands import Built
+from tests.support import refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 ORDERS = {"balanced": md.balance, "head and tail": md.head_tail, "in order": md.in_order}

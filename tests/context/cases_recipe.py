@@ -13,7 +13,7 @@ from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
-from tests.dist.support import refusal
+from tests.support import refusal
 from tests.tiers import sampled
 from tests.zoo.recipe import SIZES, as_one_device, goes_on
 

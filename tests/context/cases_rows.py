@@ -8,7 +8,7 @@ from ms_dtensor import comm
 from ms_dtensor.custom_ops.rows import ReturnRows, Rows, SendRows, connected
 from ms_dtensor.errors import CollectiveMismatch
 from tests.cases import case
-from tests.dist.support import counted
+from tests.support import counted
 
 SHAPE = (3, 2)
 

@@ -21,7 +21,7 @@ from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.ops.local import varlen
 from ms_dtensor.parallel import context
 from ms_dtensor.parallel import ring as rounds
-from tests.dist.operands import filled
+from tests.operands import filled
 from tests.tiers import sampled
 
 CFG = ModelConfig(dim=48, n_layers=1, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=40)

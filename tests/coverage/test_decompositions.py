@@ -17,7 +17,7 @@ CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "N
                       "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt", "Any", "AnyExt",
                       "ReduceAny", "DeprecatedReduceAny", "MoeComputeExpertTokens")) | NO_GRADIENT
 REFERENCES = {**REFERENCES, **MORE, **MOE, **ATTENTION}
-# Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
+# Drawn from the library's own stream: tests/ops/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",
                    "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor", "RandIntLike", "RandLikeExt",
                    "RandnLike", "Multinomial", "MultinomialExt"))

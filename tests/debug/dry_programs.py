@@ -16,7 +16,7 @@ from ms_dtensor.comm.record import CommEvent
 from ms_dtensor.debug import dry_run
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleZBH1, ScheduleZBVZeroBubble, pipeline
-from tests.dist.operands import Built
+from tests.operands import Built
 
 EXPERTS = 4
 WIDTH, HIDDEN, WORDS = 16, 32, 24

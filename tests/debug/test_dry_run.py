@@ -18,7 +18,7 @@ from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.errors import ConfigError, MixedOperandError, OpRuleError
 from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
 from tests.debug import dry_programs as programs
-from tests.dist.operands import Built
+from tests.operands import Built
 
 LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1": (2, 1), "both": (2, 2)}
 

@@ -10,9 +10,9 @@ from model_zoo.llama.parallelize import balance_of_shared_sequences, make_mesh, 
 from ms_dtensor import DTensor, Shard, comm
 from ms_dtensor.comm.tally import Tally
 from tests.cases import case
-from tests.dist.support import array, each_once, mesh_1d
 from tests.experts.cases_experts import pieces
 from tests.experts.cases_grid import trainer_of
+from tests.support import array, each_once, mesh_1d
 from tests.tiers import sampled
 
 BIASED = ExpertsConfig(8, 2, score="sigmoid", bias_rate=0.05, balance=0.1, balance_over="sequence", shared=1, dense_layers=1)

@@ -15,11 +15,11 @@ from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.internals.names import Function
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
-from tests.dist.support import array, equal_each
 from tests.experts.cases_experts import WHATS, pieces, ten
 from tests.experts.reference import expected, operands
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.watch import asking
+from tests.support import array, equal_each
 from tests.tiers import sampled
 
 # kernels at least, that a layer's forward and its backward ask for on four ranks

@@ -11,8 +11,8 @@ from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.parallel.experts import ratio
 from tests.cases import case
-from tests.dist.support import array, counted, each_once, equal, equal_each, mesh_1d, refusal
 from tests.experts.reference import expected, operands, random_choice
+from tests.support import array, counted, each_once, equal, equal_each, mesh_1d, refusal
 from tests.tiers import sampled
 
 

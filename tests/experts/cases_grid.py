@@ -8,9 +8,9 @@ from model_zoo.llama.config import Config, ExpertsConfig, ModelConfig, OptimConf
 from ms_dtensor import Replicate, Shard
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import array, equal_each, mesh_1d
 from tests.experts.cases_experts import pieces
 from tests.experts.reference import operands, random_choice
+from tests.support import array, equal_each, mesh_1d
 from tests.tiers import sampled
 from tests.zoo.recipe import SIZES, TEXT, as_one_device, of_one_device, trainer
 

@@ -15,7 +15,6 @@ from ms_dtensor.custom_ops.rows import connected
 from ms_dtensor.errors import DTensorError, LayoutError
 from ms_dtensor.internals.names import Function
 from tests.cases import case
-from tests.dist.support import array, counted, equal_each, mesh_1d, refusal
 from tests.experts.cases_counts import BIASED
 from tests.experts.cases_device import kernels
 from tests.experts.cases_experts import CUT, WHATS, WHOLE, pieces, ten
@@ -23,6 +22,7 @@ from tests.experts.cases_grid import trainer_of
 from tests.experts.reference import expected, operands, random_choice
 from tests.rehearsal.emulator import RATES
 from tests.rehearsal.session import rehearsed
+from tests.support import array, counted, equal_each, mesh_1d, refusal
 from tests.tiers import sampled
 
 FORMS = {"a copy for each expert": {"dedup": False}, "a copy for each rank": {"dedup": True}, "room": {"room": 999}}

@@ -21,8 +21,8 @@ import numpy as np
 
 from ms_dtensor import comm
 from ms_dtensor.errors import CommError
-from tests.dist.support import each_once
 from tests.msrun import launch, report
+from tests.support import each_once
 
 LIMIT = 240  # seconds for one program and making it small; then every thread's stack is printed
 LOST_STEP = 3  # exit code

@@ -18,10 +18,10 @@ import ms_dtensor as md
 from ms_dtensor.errors import CommError
 from ms_dtensor.optim import clip_grad_norm_
 from ms_dtensor.pipeline import PipelineStage, pipeline
-from tests.dist.support import array
 from tests.fuzz.judged import agreed, differing, main
 from tests.fuzz.pipelines import Link, Loss, Net, Planted, Program, batch, change, generate, optimizer_of, refer, zeros
 from tests.pipeline.cases_run import KINDS, style_of
+from tests.support import array
 
 BAR = 1e-9
 

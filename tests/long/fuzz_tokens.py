@@ -19,10 +19,10 @@ from ms_dtensor import Replicate, Shard
 from ms_dtensor.errors import DTensorError
 from ms_dtensor.optim import clip_grad_norm_
 from ms_dtensor.pipeline import PerMicrobatch, Schedule1F1B, pipeline
-from tests.dist.support import array
 from tests.fuzz import tokens
 from tests.fuzz.judged import agreed, differing, main
 from tests.fuzz.tokens import Batch, Block, Loss, Net, Planted, Program, Step, gradient, refer
+from tests.support import array
 
 CUTTING = ("fsdp", "kept", "hsdp")
 BARS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": .2}  # rounding grows from layer to layer

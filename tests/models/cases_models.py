@@ -8,11 +8,11 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 import ms_dtensor as md
-from tests.dist.support import array, data, each_once, mesh_1d, mesh_2d
 from tests.models.gpt2 import GPT2
 from tests.models.moe import MoE, Separate, Stacked
 from tests.models.qwen2 import Qwen2
 from tests.models.vit import UNet, ViT
+from tests.support import array, data, each_once, mesh_1d, mesh_2d
 from tests.tiers import sampled
 
 R, S = md.Replicate(), md.Shard

@@ -10,8 +10,8 @@ HCCL, DEVICE, CLIP, ADAMW = "ms_dtensor/comm/hccl.py", "ms_dtensor/comm/device.p
     "ms_dtensor/optim/adamw.py"
 ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.py"
 EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
-BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
-RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+BRANCH, EMULATOR, KERNELS = "tests/comm/test_device_branch.py", "tests/rehearsal/test_emulator.py", "tests/ops/test_ascend_kernels.py"
+RANKS, TWINS, ADAM = "tests/rehearsal/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/optim/test_adamw.py"
 SUMS = "tests/sharding/cases_sums.py"
 KEPT_ROWS = "tests/sharding/cases_kept_rows.py"
 ROOMS, IN_ROOMS = "ms_dtensor/parallel/sharding/rooms.py", "tests/sharding/cases_rooms.py"
@@ -87,7 +87,7 @@ FAULTS = [
     Fault("an average of local cells is a sum", "ms_dtensor/parallel/sharding/sums.py",
           "tests/sharding/cases_local.py -k emulated", "                    flat.mul_(of.scale)", "                    pass"),
     Fault("a style's output forgets at a border how it lies", "ms_dtensor/parallel/sharding/call.py",
-          "tests/dist/cases_fsdp_inside.py -k plain_outputs", "    elif LAID_OUT in x.__dict__:", "    elif False:"),
+          "tests/sharding/cases_inside.py -k plain_outputs", "    elif LAID_OUT in x.__dict__:", "    elif False:"),
     Fault("reduce_dtype is ignored", "ms_dtensor/parallel/precision.py", f"{BRANCH} -k dtype_that_was_asked_for", "",
           wrapped("MixedPrecisionPolicy", "__post_init__", "object.__setattr__(self, 'reduce_dtype', None); real(self)")),
     Fault("nothing is gathered ahead", "ms_dtensor/comm/group.py", f"{BRANCH} -k next_unit", "",

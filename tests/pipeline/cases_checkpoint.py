@@ -13,9 +13,9 @@ from ms_dtensor.errors import CheckpointError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleInterleaved1F1B, pipeline
 from tests.cases import case, cases
-from tests.dist.operands import filled
-from tests.dist.support import array, counted, refusal, same_on_all_ranks, shared_folder
+from tests.operands import filled
 from tests.pipeline.cases_run import WAYS, Net, T, X, loss_fn
+from tests.support import array, counted, refusal, same_on_all_ranks, shared_folder
 from tests.tiers import sampled
 
 # by name: stages a rank, the axis beside pp, and what is done with each stage

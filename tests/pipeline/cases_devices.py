@@ -6,10 +6,10 @@ from mindspore import Tensor
 import ms_dtensor as md
 from ms_dtensor.pipeline import Recv, Send, pipeline
 from tests.cases import cases
-from tests.dist.operands import filled
-from tests.dist.support import array, each, equal_each
+from tests.operands import filled
 from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, style_of
 from tests.rehearsal.session import rehearsed
+from tests.support import array, each, equal_each
 from tests.tiers import sampled
 
 

@@ -14,9 +14,9 @@ from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
 from ms_dtensor.pipeline.step import Step
 from ms_dtensor.pipeline.transfer import Edge
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled
-from tests.dist.support import each
+from tests.operands import Built, filled
 from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, one_device, right, style_of, told
+from tests.support import each
 from tests.tiers import sampled
 
 GROUP = "errors"

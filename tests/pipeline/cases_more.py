@@ -16,9 +16,9 @@ from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, Peer
 from ms_dtensor.pipeline import PipelineStage, Schedule1F1B, draw, pipeline, simulate
 from ms_dtensor.pipeline.actions import computing
 from tests.cases import case
-from tests.dist.operands import Built, filled
-from tests.dist.support import each, refusal
+from tests.operands import Built, filled
 from tests.pipeline.cases_run import KINDS, Net, T, X, close, loss_fn, one_device, right, style_of
+from tests.support import each, refusal
 from tests.tiers import sampled
 
 

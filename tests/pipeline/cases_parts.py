@@ -11,10 +11,10 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.pipeline import PipelineStage, pipeline
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled, weight
-from tests.dist.support import each, set_trained
+from tests.operands import Built, filled, weight
 from tests.pipeline import cases_run
 from tests.pipeline.cases_run import T, X
+from tests.support import each, set_trained
 from tests.tiers import sampled
 
 MIXED = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32)

@@ -27,8 +27,8 @@ from ms_dtensor.pipeline import (
 )
 from ms_dtensor.pipeline import step as running
 from tests.cases import case, cases
-from tests.dist.operands import filled
-from tests.dist.support import each, refusal, set_trained
+from tests.operands import filled
+from tests.support import each, refusal, set_trained
 from tests.tiers import sampled
 
 RNG = np.random.default_rng(11)

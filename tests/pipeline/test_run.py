@@ -13,8 +13,8 @@ from ms_dtensor import Shard, checkpoint_wrapper, distribute_tensor, fully_shard
 from ms_dtensor.dispatch.held import Holding
 from ms_dtensor.errors import ConfigError, ScheduleError
 from ms_dtensor.pipeline import Schedule1F1B, ScheduleGPipe, ScheduleZBH1, pipeline
-from tests.dist.operands import Built, filled, weight
 from tests.msrun import python
+from tests.operands import Built, filled, weight
 
 
 def test_what_is_no_stage_is_refused(cpu):

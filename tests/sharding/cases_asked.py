@@ -17,10 +17,10 @@ from ms_dtensor.errors import LayoutError
 from ms_dtensor.internals.names import Function
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
-from tests.dist.operands import Built, filled
-from tests.dist.support import counted, crossed, each, equal, equal_each, equal_values, refusal
+from tests.operands import Built, filled
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import ROWS, WAYS, Mul, alike, data_mesh, rows_of, twins
+from tests.support import counted, crossed, each, equal, equal_each, equal_values, refusal
 from tests.tiers import sampled
 
 

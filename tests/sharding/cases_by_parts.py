@@ -13,10 +13,10 @@ from ms_dtensor.checkpoint import load, save
 from ms_dtensor.errors import LayoutError
 from ms_dtensor.optim import clip_grad_norm_
 from tests.cases import case
-from tests.dist.operands import filled
-from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, refusal, shared_folder
+from tests.operands import filled
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh, own_rows, sharded
+from tests.support import added, array, counted, crossed, each, equal, equal_each, refusal, shared_folder
 from tests.tiers import sampled
 
 QKV, W13 = (16, 8, 8), (24, 24)

@@ -14,9 +14,9 @@ import ms_dtensor as md
 from ms_dtensor import Shard, comm, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case, cases
-from tests.dist.operands import filled
-from tests.dist.support import added, counted, each, equal, equal_each, mean_square, refused_alike, same_on_all_ranks
+from tests.operands import filled
 from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, own_rows, rows_of, same_step, sharded, twins
+from tests.support import added, counted, each, equal, equal_each, mean_square, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
 

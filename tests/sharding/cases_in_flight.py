@@ -12,8 +12,8 @@ from ms_dtensor import distribute_tensor
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case, cases
-from tests.dist.support import added, counted, crossed, each, equal, equal_each
 from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, own_rows, rows_of, twins
+from tests.support import added, counted, crossed, each, equal, equal_each
 from tests.tiers import sampled
 
 MANY = 4

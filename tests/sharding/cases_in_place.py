@@ -10,9 +10,9 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled, weight
-from tests.dist.support import each, equal
+from tests.operands import Built, filled, weight
 from tests.sharding.support import ROWS, WAYS, alike, data_mesh, rows_of, twins
+from tests.support import each, equal
 from tests.tiers import sampled
 
 

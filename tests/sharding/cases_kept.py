@@ -9,8 +9,8 @@ from mindspore import Parameter, Tensor
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, value_and_grad
 from tests.cases import case
-from tests.dist.support import added, counted, crossed, each, equal_each, mean_square
 from tests.sharding.support import ROWS, WAYS, Net, data_mesh, rows_of, sharded, twins
+from tests.support import added, counted, crossed, each, equal_each, mean_square
 from tests.tiers import sampled
 
 WAITS = {"no sum": (False, True), "no sum over copies": (True, False), "neither": (False, False)}

@@ -23,10 +23,10 @@ from ms_dtensor.internals.names import NoFallbackGuard, no_grad
 from ms_dtensor.parallel.sharding.block import Block
 from ms_dtensor.parallel.sharding.call import units_of
 from tests.cases import case
-from tests.dist.operands import Built, filled, weight
-from tests.dist.support import counted, each, mean_square
+from tests.operands import Built, filled, weight
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh, rows_of
+from tests.support import counted, each, mean_square
 from tests.tiers import sampled
 
 POLICY = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)

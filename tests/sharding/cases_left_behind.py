@@ -10,10 +10,10 @@ from ms_dtensor import init_device_mesh, value_and_grad
 from ms_dtensor.parallel.sharding.call import units_of
 from ms_dtensor.parallel.sharding.unit import State
 from tests.cases import case
-from tests.dist.support import crossed, each, equal_each, mean_square, refusal
 from tests.rehearsal.session import rehearsed
 from tests.sharding.cases_ranks_alike import Guarded, Raising, raising_step
 from tests.sharding.support import ROWS, Net, alike, data_mesh, rows_of, sharded, twins
+from tests.support import crossed, each, equal_each, mean_square, refusal
 
 
 def refuse(*_):

@@ -14,9 +14,9 @@ import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, checkpoint_wrapper, distribute_tensor, fully_shard, init_device_mesh, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
-from tests.dist.operands import filled
-from tests.dist.support import counted, each, equal, refusal
+from tests.operands import filled
 from tests.rehearsal.session import rehearsed
+from tests.support import counted, each, equal, refusal
 from tests.tiers import sampled
 
 ROWS = np.random.default_rng(3).normal(size=(8, 6)).astype(np.float32)
@@ -94,7 +94,7 @@ def reference(rows=ROWS, labels=LABELS):
     return ms.value_and_grad(lambda: loss_on(net, Tensor(rows), Tensor(labels)), None, net.trainable_params())()
 
 
-def meshes(world) -> dict:
+def _meshes(world) -> dict:
     if world.size == 2:
         return {"dp2": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
                 "tp2": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))}
@@ -151,7 +151,7 @@ def local_cells_have_the_gradients_of_one_device(world):
     ways = {"cut": {}, "kept till the backward": {"reshard_after_forward": False},
             "by dim 1": {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 1 else None}}
 
-    @each((*on, way) for on in meshes(world).items() for way in sampled(ways, 2))
+    @each((*on, way) for on in _meshes(world).items() for way in sampled(ways, 2))
     def both(_, mesh, way):
         how = ways[way]
         net, (x, y) = wrapped(mesh, **how), mine(mesh)
@@ -201,7 +201,7 @@ def local_cells_keep_parameters_whole_where_they_are_told_to(world):
         return {"replicate_params": [p for _, p in cell.parameters_and_names() if p.name in ("scale", "head")
                                      or p.name.endswith((".scale", ".up"))]}
 
-    @each(meshes(world).items())
+    @each(_meshes(world).items())
     def check(_, mesh):
         net, (x, y) = wrapped(mesh, whole), mine(mesh)
         scale = net.blocks[0].scale
@@ -233,7 +233,7 @@ def main_gradients_add_up_micro_batches_in_float32(world):
     policy = md.MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
     want = [sum(parts) for parts in zip(*(reference(ROWS[i::2], LABELS[i::2])[1] for i in range(2)))]
 
-    @each(itertools.product(meshes(world).values(), CUT_OR_KEPT))
+    @each(itertools.product(_meshes(world).values(), CUT_OR_KEPT))
     def check(mesh, way):
         net = wrapped(mesh, CUT_OR_KEPT[way], mp_policy=policy)
         params = list(net.trainable_params())
@@ -261,7 +261,7 @@ def half_of_the_rows(net, rank: int):
 @case(2)
 def a_low_precision_computation_is_summed_in_float32(world):
     """Float16 in the cells, float32 between the ranks: sums of float16 numbers to more digits than float16 has."""
-    mesh = meshes(world)["dp2"]
+    mesh = _meshes(world)["dp2"]
     policy = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
     half = Net()
     for p in half.get_parameters():
@@ -278,7 +278,7 @@ def a_low_precision_computation_is_summed_in_float32(world):
 
 @case(2)
 def what_local_cells_cannot_do_is_refused_in_four_parts(world):
-    mesh = meshes(world)["dp2"]
+    mesh = _meshes(world)["dp2"]
     net, (x, y) = wrapped(mesh), mine(mesh)
     text = refusal(lambda: net(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)), MixedOperandError)
     assert "a DTensor is among the inputs of Net" in text and "x.to_local()" in text and "f32[4@dp, 6]" in text, text

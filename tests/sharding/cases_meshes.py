@@ -8,9 +8,9 @@ from mindspore import Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor.errors import DTensorError
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled
-from tests.dist.support import crossed, each, refusal, same_on_all_ranks
+from tests.operands import Built, filled
 from tests.sharding.support import ROWS, own_rows, rows_of, same_step
+from tests.support import crossed, each, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 

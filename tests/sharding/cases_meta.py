@@ -11,8 +11,8 @@ from ms_dtensor import ColwiseParallel, RowwiseParallel, fully_shard, init_devic
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
-from tests.dist.support import counted, each, refusal
 from tests.sharding.support import Net, own_rows, same_step, sharded
+from tests.support import counted, each, refusal
 
 
 def styled(net, mesh, cells=()):

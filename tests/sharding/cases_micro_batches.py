@@ -16,10 +16,10 @@ from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import MixedPrecisionPolicy, Shard, distribute_tensor, value_and_grad
 from tests.cases import case
-from tests.dist.operands import Built, filled
-from tests.dist.support import added, array, counted, crossed, each, equal, equal_each, mean_square
+from tests.operands import Built, filled
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import ROWS, SHARDED, WAYS, Net, data_mesh, replicated, rows_of, sharded, twins
+from tests.support import added, array, counted, crossed, each, equal, equal_each, mean_square
 from tests.tiers import sampled
 
 

@@ -9,9 +9,9 @@ from mindspore import mint, nn, ops
 from ms_dtensor import DTensor, Replicate, fully_shard, value_and_grad
 from ms_dtensor.errors import LayoutError
 from tests.cases import case, cases
-from tests.dist.operands import filled
-from tests.dist.support import crossed, each, refusal, set_trained
+from tests.operands import filled
 from tests.sharding.support import WAYS, alike, data_mesh, rows_of, twins
+from tests.support import crossed, each, refusal, set_trained
 from tests.tiers import sampled
 
 

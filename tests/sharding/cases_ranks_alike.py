@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor, mint, nn
 
 from ms_dtensor import DFunction, Replicate, Shard, comm, fully_shard, optim, value_and_grad
 from tests.cases import case, cases
-from tests.dist.support import each, equal_values, mean_square, refusal
 from tests.sharding.support import Net, alike, data_mesh, rows_of, sharded, twins
+from tests.support import each, equal_values, mean_square, refusal
 from tests.tiers import sampled
 
 

@@ -15,9 +15,9 @@ from mindspore.graph.api import _pynative_executor
 from ms_dtensor import MixedPrecisionPolicy, comm, replicate, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled
-from tests.dist.support import mean_square, refusal, same_on_all_ranks
+from tests.operands import Built, filled
 from tests.sharding.support import WAYS, Net, data_mesh, rows_of
+from tests.support import mean_square, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 CALL = re.compile(r"rank (\d+): (.*) at (\S+):(\d+)")

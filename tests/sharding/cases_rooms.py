@@ -18,10 +18,10 @@ import ms_dtensor as md
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.parallel.sharding.rooms import Room
 from tests.cases import case
-from tests.dist.operands import Built
-from tests.dist.support import each, equal, equal_each
+from tests.operands import Built
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh, rows_of
+from tests.support import each, equal, equal_each
 from tests.tiers import sampled
 
 DIM, BATCH = 6, 8

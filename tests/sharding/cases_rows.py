@@ -15,9 +15,9 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from ms_dtensor import implicit_replication
 from ms_dtensor.errors import MixedOperandError
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled, weight
-from tests.dist.support import crossed, each, equal, refusal, same_on_all_ranks
+from tests.operands import Built, filled, weight
 from tests.sharding.support import ROWS, SHARDED, WAYS, data_mesh, own_rows, rows_of, same_step, twins
+from tests.support import crossed, each, equal, refusal, same_on_all_ranks
 from tests.tiers import sampled
 
 MASK = np.array([0.5, 2.0, -1.0, 1.5], np.float32)

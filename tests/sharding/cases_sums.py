@@ -13,9 +13,9 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.support import array, each, each_once, equal_each, mesh_2d
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import data_mesh
+from tests.support import array, each, each_once, equal_each, mesh_2d
 from tests.tiers import sampled
 
 DIM, WIDE = 8, 16

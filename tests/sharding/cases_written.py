@@ -19,9 +19,9 @@ from mindspore.graph.api import _pynative_executor
 import ms_dtensor as md
 from ms_dtensor import distribute_tensor, fully_shard
 from tests.cases import case, cases
-from tests.dist.operands import Built, filled
-from tests.dist.support import crossed, each, equal, equal_each, equal_values, mean_square, refusal, set_trained
+from tests.operands import Built, filled
 from tests.sharding.support import ROWS, WAYS, Net, alike, data_mesh, own_rows, replicated, rows_of, sharded, twins
+from tests.support import crossed, each, equal, equal_each, equal_values, mean_square, refusal, set_trained
 from tests.tiers import sampled
 
 

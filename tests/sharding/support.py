@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from ms_dtensor import Shard, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
-from tests.dist.operands import filled
-from tests.dist.support import counted, equal, equal_each, equal_steps, mean_square
+from tests.operands import filled
+from tests.support import counted, equal, equal_each, equal_steps, mean_square
 
 ROWS = np.random.default_rng(5).normal(size=(8, 4)).astype(np.float32)
 

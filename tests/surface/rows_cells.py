@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import mint, nn, ops
 
 from ms_dtensor import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
-from tests.dist.operands import Built
+from tests.operands import Built
 from tests.surface.rows_state import drawn
 from tests.surface.table import COLUMNS, random, row, seeded, values
 

@@ -29,7 +29,7 @@ from mindspore.train import metrics as stock
 
 import ms_dtensor as md
 from ms_dtensor import PrepareModuleInput, Replicate
-from tests.dist.operands import Built
+from tests.operands import Built
 from tests.surface.table import random, row, shared_path, values
 
 MODEL, CALLBACKS, METRICS, DATA = "Model", "callbacks", "metrics", "datasets"

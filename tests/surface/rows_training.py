@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_dtensor import ColwiseParallel, Partial, RowwiseParallel
-from tests.dist.operands import Built
+from tests.operands import Built
 from tests.surface.table import Net, random, row, rows, seeded, values
 
 CELLS, LOOPS, WEIGHTS = "training cells", "training loops", "weights"

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 import ms_dtensor as md
 from ms_dtensor.debug import checks
 from tests.cases import case
-from tests.dist.support import array, counted
+from tests.support import array, counted
 
 # Of the largest element; of a gradient that is zero but for rounding (a bias before a norm), of a thousandth of the largest
 # gradient. Batch statistics of 4 images in float32 are what is least exact.

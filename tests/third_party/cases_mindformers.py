@@ -19,8 +19,8 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.compat.hyper_parallel import register
 from tests.cases import case
-from tests.dist.support import counted, equal
-from tests.test_interop import PAGE
+from tests.compat.test_interop import PAGE
+from tests.support import counted, equal
 from tests.third_party import mindformers_stand_ins as stand_ins
 
 GROUP = "mindformers"

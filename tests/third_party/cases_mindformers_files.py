@@ -14,7 +14,7 @@ from mindspore import Tensor
 import ms_dtensor as md
 from ms_dtensor import comm
 from tests.cases import case
-from tests.dist.support import counted
+from tests.support import counted
 from tests.third_party.cases_mindformers import STEPS, TOLERANCE, Job, one_device, wheel
 
 GROUP = "mindformers"

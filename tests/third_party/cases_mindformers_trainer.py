@@ -17,7 +17,7 @@ from ms_dtensor import comm
 from ms_dtensor.compat.backward import enable_mindspore_backward_compat
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
-from tests.dist.support import counted, equal
+from tests.support import counted, equal
 from tests.third_party.cases_mindformers import LENGTH, TINY, TOLERANCE, VOCABULARY, loss_of, wheel
 
 GROUP = "mindformers"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_interop import MINDFORMERS
+from tests.compat.test_interop import MINDFORMERS
 
 
 @pytest.mark.skipif(not os.environ.get("MINDFORMERS_WHEEL"), reason="the wheel is not here: see conftest.py")

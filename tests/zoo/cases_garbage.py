@@ -11,7 +11,7 @@ from model_zoo.llama.config import Config, ExpertsConfig, ModelConfig, OptimConf
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from tests.cases import case
-from tests.dist.support import each
+from tests.support import each
 from tests.tiers import sampled
 
 MODEL = ModelConfig(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=16, vocab_size=24)

@@ -12,9 +12,9 @@ from ms_dtensor import FusedShard, Replicate, value_and_grad
 from ms_dtensor.checkpoint import load, save
 from ms_dtensor.checkpoint.weights import Weights
 from tests.cases import case
-from tests.dist.cases_llama import DEEPSEEK, MODELS, SIZES, loss_and_gradients, loss_of, plain_loss_of
-from tests.dist.support import array, counted, each_once, shared_folder
+from tests.support import array, counted, each_once, shared_folder
 from tests.tiers import sampled
+from tests.zoo.cases_llama import DEEPSEEK, MODELS, SIZES, loss_and_gradients, loss_of, plain_loss_of
 from tests.zoo.recipe import TEXT
 
 CLOSE = 5e-6  # relative, in norm: one product's sums are taken in another order than those of several

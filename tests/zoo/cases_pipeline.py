@@ -10,7 +10,7 @@ from model_zoo.llama.configio import load
 from model_zoo.llama.data import places
 from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
-from tests.dist.support import array, each
+from tests.support import array, each
 from tests.tiers import sampled
 from tests.zoo.recipe import LOSS, as_one_device, goes_on, of_one_device, run, trainer, weights
 

@@ -12,7 +12,7 @@ from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor.pipeline import ScheduleGPipe, pipeline
 from tests.cases import case
-from tests.dist.support import array, each, shared_folder
+from tests.support import array, each, shared_folder
 from tests.tiers import sampled
 from tests.zoo.cases_pipeline import INTERLEAVED, ZBV, config
 from tests.zoo.recipe import as_one_device, goes_on, run, trainer

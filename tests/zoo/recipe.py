@@ -11,7 +11,7 @@ from model_zoo.llama.data import Text, load_text
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor.checkpoint import Checkpointer
-from tests.dist.support import array, each_once, shared_folder
+from tests.support import array, each_once, shared_folder
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 TEXT = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))

@@ -126,7 +126,7 @@ def test_micro_batches_share_the_batch_with_dp():
     assert "--train.batch 12" in str(error.value)
 
 
-# -- attention's logits are watched and clipped; on ranks: `tests/dist/cases_llama.py` ---------------------------------
+# -- attention's logits are watched and clipped; on ranks: `tests/zoo/cases_llama.py` ---------------------------------
 CFG = Config(model=ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=64),
              optim=OptimConfig(lr=0.02, warmup=0, qk_clip=1.0), train=TrainConfig(steps=4, batch=4, seq=8, micro_batches=2))
 TOKENS = np.random.default_rng(0).integers(0, 64, 6000).astype(np.uint8)

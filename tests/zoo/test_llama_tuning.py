@@ -16,8 +16,8 @@ from model_zoo.llama.model import Llama
 from model_zoo.llama.restore import restore
 from model_zoo.llama.train import run
 from ms_dtensor.errors import ConfigError
-from tests.dist.cases_llama import SIZES, greedy_without_cache, model
 from tests.jobs import metrics
+from tests.zoo.cases_llama import SIZES, greedy_without_cache, model
 
 DEBUG = ["--config", str(Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/debug.yaml")]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-place ops and writing by index: the rules of the values that take the place of x (`tests/dist/cases_bypass.py`)."""
+"""In-place ops and writing by index: the rules of the values that take the place of x (`tests/tensor/cases_in_place.py`)."""
 from __future__ import annotations
 
 import numpy as np
