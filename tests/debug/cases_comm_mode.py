@@ -9,16 +9,7 @@ import yaml
 from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    Layout,
-    comm,
-    distribute_tensor,
-    local_map,
-    replicate,
-    value_and_grad,
-)
+from ms_dtensor import ColwiseParallel, DTensor, Layout, comm, distribute_tensor, local_map, replicate, value_and_grad
 from ms_dtensor.debug import CommDebugMode, checks
 from ms_dtensor.debug.predict.hardware import parse
 from ms_dtensor.dispatch.dispatcher import clear_cache

@@ -1,2 +1,1 @@
 # SPDX-License-Identifier: Apache-2.0
-WORLD = 4  # ranks of a case, see tests/cases.py

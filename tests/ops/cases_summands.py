@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products and sums of what is still to be added up: their results and gradients are one device's, reduced once."""
-
 import mindspore as ms
 from mindspore import mint
 
-from ms_dtensor import (
-    DTensor,
-)
+from ms_dtensor import DTensor
 from tests.operands import P, R, S, data, mesh_1d, mesh_2d, placed
 from tests.support import check_against_one_device, counted, equal
 

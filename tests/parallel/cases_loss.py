@@ -8,28 +8,11 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    DTensor,
-    distribute_tensor,
-    init_device_mesh,
-    loss_parallel,
-    value_and_grad,
-)
+from ms_dtensor import DTensor, distribute_tensor, init_device_mesh, loss_parallel, value_and_grad
 from ms_dtensor.dispatch import modes
-from ms_dtensor.errors import (
-    DTensorError,
-    ImplicitCommError,
-    MixedOperandError,
-)
+from ms_dtensor.errors import DTensorError, ImplicitCommError, MixedOperandError
 from tests.operands import R, S, data, filled, placed
-from tests.support import (
-    counted,
-    equal,
-    equal_steps,
-    refusal,
-    refused_alike,
-    same_on_all_ranks,
-)
+from tests.support import counted, equal, equal_steps, refusal, refused_alike, same_on_all_ranks
 from tests.tiers import sampled
 
 LABELS = np.array([0, 10, -100, 4, -100, 7], np.int32)

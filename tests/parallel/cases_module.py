@@ -10,26 +10,10 @@ from mindspore.common import initializer as ms_init
 from mindspore.nn.utils import no_init_parameters
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    comm,
-    distribute_module,
-    distribute_tensor,
-    parallelize_module,
-    replicate,
-)
+from ms_dtensor import ColwiseParallel, DTensor, comm, distribute_module, distribute_tensor, parallelize_module, replicate
 from ms_dtensor.errors import CollectiveMismatch, LayoutError, MixedOperandError
 from tests.operands import R, S, data, filled, mesh_1d, mesh_2d, placed
-from tests.support import (
-    array,
-    counted,
-    equal,
-    refusal,
-    refused_alike,
-    same_on_all_ranks,
-    trains_as_one_device,
-)
+from tests.support import array, counted, equal, refusal, refused_alike, same_on_all_ranks, trains_as_one_device
 
 
 class Net(nn.Cell):

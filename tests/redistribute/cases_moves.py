@@ -12,15 +12,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    SkipDTensorDispatch,
-    comm,
-    distribute_tensor,
-    value_and_grad,
-)
+from ms_dtensor import DeviceMesh, DTensor, Layout, SkipDTensorDispatch, comm, distribute_tensor, value_and_grad
 from ms_dtensor.errors import MeshError, RedistributeError
 from ms_dtensor.redistribute.plan import plan
 from ms_dtensor.tensor.dtensor import AsyncDTensor

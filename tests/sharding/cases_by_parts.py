@@ -259,7 +259,6 @@ def checkpoints_are_read_by_other_numbers_of_ranks(world):
         assert array(p).tobytes() == want[name].tobytes(), name
 
 
-@case(world_size=4)
 def parts_that_ranks_do_not_divide_are_refused(world):
     mesh = data_mesh(world)
     cell = nn.Dense(6, 12)

@@ -58,7 +58,6 @@ def steps(net, plain, x, waits, last_uses=True, main=False):
     return sums
 
 
-@case(4)
 def kept_ones_wait_for_copies_as_cut_ones_do(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
     x = distribute_tensor(Tensor(ROWS), mesh, [Shard(0), Shard(0)], src_data_rank=None)

@@ -61,7 +61,6 @@ def on_devices_sums_under_way_are_forgotten(world):
             equal_each(gradients(net), gradients(never), net.trainable_params(), rtol=0)
 
 
-@case(4)
 def sums_over_the_axis_that_cuts_are_forgotten(world):
     """They wait for those over the copies."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))

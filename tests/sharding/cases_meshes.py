@@ -67,7 +67,6 @@ def rows_on_a_flattened_axis_beside_an_equal_mesh_made_earlier(world):
     same_step(net, plain, x)
 
 
-@case(4)
 def rows_that_do_not_divide_are_chunks_of_the_flattened_axis(world):
     """Of 5 rows four ranks bring 2, 2, 1 and none; on two axes of two they would lie as 2, 1, 1 and 1."""
     @each(crossed(WRAPS, (5, 6), 2))
@@ -85,7 +84,6 @@ def experts() -> nn.Cell:
                  dense=nn.Dense(4, 4), expert=nn.Dense(4, 4), last=nn.Dense(4, 4))
 
 
-@case(4)
 def experts_on_one_of_the_flattened_axes(world):
     """Dense weights are cut over edp and ep together, the experts' over ep, and over edp by a unit of their own."""
     wraps = {"fully_shard": md.fully_shard, "replicate": md.replicate,
@@ -109,7 +107,6 @@ def ends() -> nn.Cell:
     return Built(lambda c, x: c.up(x)[:, :3], up=nn.Dense(4, 8))
 
 
-@case(4)
 def errors_name_the_way_that_was_used(world):
     """Styles that hand out plain tensors (use_local_output=True) under each way: right, or refused in its own name."""
     # the second style's input is a shard of the first one's

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`replicate`: whichever op reads a parameter, one reduction brings its gradient; and ranks with fewer rows, or with none."""
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from ms_dtensor import (
-    DTensor,
-    MixedPrecisionPolicy,
-    distribute_module,
-    distribute_tensor,
-    replicate,
-)
+from ms_dtensor import DTensor, MixedPrecisionPolicy, distribute_module, distribute_tensor, replicate
 from ms_dtensor.errors import LayoutError
 from tests.cases import cases
 from tests.operands import Built, filled, mesh_1d, mesh_2d
@@ -19,11 +12,7 @@ from tests.support import RTOL, counted, equal, refusal
 from tests.tiers import sampled
 
 F = mint.nn.functional
-
-
 BF16 = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
-
-
 ROUNDING = 2.5e-2  # of the largest element: a few roundings to 8 bits, each 2^-9, through a square and a root
 
 
@@ -49,17 +38,9 @@ def tied() -> nn.Cell:
 
 
 RNG = np.random.default_rng(3)
-
-
 IDS = np.array([5, 0, 1, 8, 2, 2, 3, 0], np.int32)
-
-
 IMAGES = RNG.normal(size=(8, 4, 6, 6)).astype(np.float32)
-
-
 ROWS = RNG.normal(size=(8, 6)).astype(np.float32)
-
-
 READERS = {  # how parameters are read: kernels, substitutes for kernels that the CPU lacks, views, indices
     "nn.Embedding": (lambda: nn.Embedding(9, 4), IDS), "mint.nn.Embedding": (lambda: mint.nn.Embedding(9, 4), IDS),
     "gather": (lambda: With(lambda i, w: ops.gather(w, i, 0), (9, 4)), IDS), "tied": (tied, IDS),

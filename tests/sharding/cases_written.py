@@ -34,7 +34,6 @@ WRITERS = {"set_data": lambda p, value: p.set_data(value), "assign_value": lambd
 LEAVES = ("set_data", "assign_value", "assign", "setitem")  # what one device takes for a trainable parameter, recorded
 
 
-@case(4)
 def what_a_recorded_forward_computes_of_an_uneven_parameter_may_be_set_and_stepped(world):
     """`assign` takes no view, and what needs no gradient has to be none, also where a rank's shard is empty."""
     mesh = data_mesh(world)

@@ -3,18 +3,13 @@
 
 Values are those of `rows_*.py`.
 """
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, amp, nn
 from mindspore.train import MAE, Metric
 
 import ms_dtensor as md
-from ms_dtensor import (
-    ColwiseParallel,
-    distribute_tensor,
-    replicate,
-)
+from ms_dtensor import ColwiseParallel, distribute_tensor, replicate
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError
 from tests.operands import R, S, data, filled, mesh_1d, mesh_2d, placed
 from tests.support import array, counted, equal, refusal

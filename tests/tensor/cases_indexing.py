@@ -12,8 +12,6 @@ from tests.support import equal, refusal
 from tests.tiers import sampled
 
 A = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
-
-
 B = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
 
 

@@ -60,12 +60,6 @@ def equality_asks_the_ranks_of_the_mesh(world):
         assert events and {e.group for e in events} == {(0, 2)}, events
 
 
-# -- writes ---------------------------------------------------------------------------------------------------------
-
-
-# -- kernels --------------------------------------------------------------------------------------------------------
-
-
 # -- entering and leaving -------------------------------------------------------------------------------------------
 def local_tensors_of_uneven_shards(world, line):
     """Peer: each rank believes in a global shape of its own."""
@@ -91,9 +85,6 @@ def layouts_that_differ(world, line):
         refusal(lambda: distribute_tensor(data(8, 16, 16), line, [how]), CollectiveMismatch)
         refusal(lambda: md.fully_shard(nn.Dense(16, 16, has_bias=False), mesh=line, shard_placement_fn=lambda p: how),
                 CollectiveMismatch)
-
-
-# -- styles ---------------------------------------------------------------------------------------------------------
 
 
 # -- communication and gradients ------------------------------------------------------------------------------------
