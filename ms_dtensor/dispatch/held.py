@@ -51,7 +51,7 @@ class Matrices(NamedTuple):
 
 
 KNOWN: dict[str, dict[tuple, Matrices]] = {  # by MindSpore's name of the op, and what follows the two; Tensor: a bias
-    "Dense": {(None,): Matrices(True, True, True), (Tensor,): Matrices(True, True, True, 3)},
+    "Dense": {(None,): Matrices(True, False, True), (Tensor,): Matrices(True, True, True, 3)},
     "MatMul": {(False, True): Matrices(True, True), (False, False): Matrices(False, True)},
     "MatMulExt": {(): Matrices(False, False)}}
 
@@ -198,7 +198,7 @@ class _OfMatrices(Function):
         if not asked:
             return None, None, None
         if not known.classic:
-            return None, None, mint.matmul(dy, saved[0].t())
+            return None, None, mint.matmul(dy, saved[0] if known.transposed else saved[0].t())
         dx = _classic(False, not known.transposed)(_rows(dy), saved[0])
         return None, None, dx if dx.ndim == x.ndim else dx.reshape(x._shape)
 
@@ -207,8 +207,12 @@ def _of_weights(known: Matrices, weights: Sequence[Tensor], x: Tensor, dy: Tenso
     if 0 in x._shape:  # of no rows the kernel writes nothing: what lay there would be a gradient
         return ()
     dy = _rows(dy)
-    a, b = (dy, _rows(x)) if known.transposed else (_rows(x), dy)
-    product = _classic(True, False)(a, b) if known.classic else mint.matmul(a.t(), b)
+    x = _rows(x)
+    if not known.classic:
+        product = mint.matmul(x.t(), dy)
+        product = product.t() if known.transposed else product
+    else:
+        product = _classic(True, False)(dy, x) if known.transposed else _classic(True, False)(x, dy)
     return zip(weights, (product, mint.sum(dy, 0)) if len(weights) > 1 else (product,))
 
 
