@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator refuses: who touches what is on its way, options that HCCL has not, communicators beyond the device's memory.
 
-One process, a fake world of two; `tests/rehearsal/cases_rehearsal.py` has the same on real ranks.
+One process, a fake world of two; `tests/comm/cases_rehearsal.py` has the same on real ranks.
 """
 from contextlib import nullcontext
 
@@ -124,7 +124,7 @@ def test_whatever_makes_the_host_wait_is_counted(group):
                  lambda: x.untyped_storage().resize_(16)):
         before = len(device.syncs)
         wait()
-        assert len(device.syncs) == before + 1 and "rehearsal/test_emulator.py" in device.syncs[-1], device.syncs
+        assert len(device.syncs) == before + 1 and "comm/test_emulator.py" in device.syncs[-1], device.syncs
     assert x.untyped_storage().size() == 16
 
 

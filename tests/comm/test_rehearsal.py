@@ -14,7 +14,7 @@ import sys
 import mindspore as ms
 import numpy as np
 from ms_dtensor import comm
-from tests.rehearsal.cases_rehearsal import trained
+from tests.comm.cases_rehearsal import trained
 from tests.rehearsal.session import rehearsed
 
 ms.set_device("CPU")
