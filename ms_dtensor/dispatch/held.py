@@ -56,10 +56,27 @@ KNOWN: dict[str, dict[tuple, Matrices]] = {  # by MindSpore's name of the op, an
     "MatMulExt": {(): Matrices(False, False)}}
 
 
-class GatedTensor(Tensor):
-    """Stands for a plain parameter; the class is what dispatch is asked for."""
+class Gate(Tensor):
+    """What a forward finds in a parameter's place: it has its values, in its memory."""
 
     requires_grad = True
+
+    @property
+    def name(self) -> str:
+        return self.inited_param.name
+
+    def set_data(self, data: Tensor, slice_shape: bool = False) -> Tensor:
+        """As that of the parameter."""
+        ms.ops.assign(self, data)
+        return self
+
+    def assign_value(self, value: Tensor) -> Tensor:
+        """As that of the parameter."""
+        return self.set_data(value)
+
+
+class GatedTensor(Gate):
+    """Stands for a plain parameter; the class is what dispatch is asked for."""
 
     def register_hook(self, hook):
         hooked(self)

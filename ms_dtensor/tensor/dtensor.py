@@ -19,6 +19,7 @@ from ..core.layout import Layout, in_dtype, known_layout, layout_for, layout_str
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, recorded, replicas, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
+from ..dispatch.held import Gate
 from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks
@@ -478,10 +479,8 @@ class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` i
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 
-class GatedDTensor(DTensor):
+class GatedDTensor(Gate, DTensor):
     """Stands for a parameter; of another class than results, so that dispatch looks closer."""
-
-    requires_grad = True
 
 
 classes.bind(DTensor, DTensorParameter, AsyncDTensor, GatedDTensor)

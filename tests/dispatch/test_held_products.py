@@ -184,6 +184,30 @@ def test_a_weight_that_is_written_to_between_the_forward_and_its_backward_is_ref
     made.drop()
 
 
+def added(w):
+    w += 0.5
+
+
+WRITES = {"set_data": lambda w: w.set_data(w * 2), "assign_value": lambda w: w.assign_value(w * 2), "+=": added,
+          "by index": lambda w: w.__setitem__((slice(None), 1), .25), "assign": lambda w: ms.ops.assign(w, w * 2),
+          "by name": lambda w: w.set_data(w * len(w.name))}
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
+@pytest.mark.parametrize("way", WRITES)
+def test_what_a_forward_writes_into_its_weight_is_there_and_stays(way, distributed):
+    def construct(c, x):
+        WRITES[way](c.w)
+        return mint.matmul(mint.tanh(x), c.w)
+    plain, net = (filled(Built(construct, w=weight(8, 4))) for _ in range(2))
+    stage, x, dy = stage_of(net, distributed), drawn(4, 8), drawn(4, 4)
+    want, (grad,) = ms.value_and_grad(lambda t: (plain(t) * dy).sum(), 0, [plain.w])(x)[1]
+    made = stage.record((given(stage, x, distributed),), {}, None, in_parts=True)
+    (got,), (w,) = made.backward([given(stage, dy, distributed)], stage.params())
+    for a, b in ((got, want), (w, grad), (net.w, plain.w)):
+        np.testing.assert_allclose(array(a), array(b), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("rows", [(4,), (2, 3), (2, 1, 3)], ids=str)
