@@ -277,6 +277,7 @@ class _Bprop(nn.Cell):
     """The one cell whose `bprop` carries all first-order DFunctions."""
 
     _ms_dtensor_unnamed = True  # nobody knows it: communication inside is its caller's (`debug/cell_names.py`)
+    _ms_dtensor_bprop_of_local = True  # placements of its tensors are its caller's (`dispatch/patches/bprops.py`)
 
     def construct(self, invocation, *tensors):
         return invocation.forward(tensors)

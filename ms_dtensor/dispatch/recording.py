@@ -56,6 +56,7 @@ class Recording:
         """
         check_recordings()
         patches.written.install()
+        patches.bprops.install()
         end_abandoned()
         if recording() or not enabled():
             raise OpRuleError("For 'Recording.of', a forward cannot be recorded here.", str(fn),

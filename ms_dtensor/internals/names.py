@@ -24,7 +24,15 @@ def _private(module: str, name: str) -> Any:
 NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
 TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
 GroupOptions = _private("mindspore._c_expression", "GroupOptions")  # what a communicator is made with
-Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
+UsersFunction: Any = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
+
+
+class Function(UsersFunction):
+    """The base of our own nodes, which get local tensors: a user's `apply` is asked for DTensors (`patches/bprops.py`)."""
+
+    apply = vars(UsersFunction)["apply"]
+
+
 executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
 # the engine below `executor.grad`; only recordings need it, and their probe refuses a release without it
 run_backward: Any = getattr(import_module("mindspore._c_expression"), "run_backward", None)

@@ -121,6 +121,33 @@ def test_functions_of_ones_own_are_recorded():
         same(dx, ms.grad(lambda x: (Cube.apply(x) ** 2).sum())(x))
 
 
+class Slower(nn.Cell):
+    """A cell with a gradient of its own, of which one argument is no tensor."""
+
+    def construct(self, x, n=2):
+        return mint.tanh(x) * n
+
+    def bprop(self, x, n, out, dout):
+        return dout * 0.5 - out, None
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_cell_with_a_bprop_is_recorded(distributed):
+    net, slower, xs = Net(), Slower(), [drawn(2, 4), drawn(2, 4)]
+
+    def loss(x):
+        return (slower(net(x), n=3) ** 2).sum()
+    want = [ms.grad(loss, 0, [net.w])(x) for x in xs]
+    if distributed:
+        mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        net, xs = md.distribute_module(net, mesh), [md.distribute_tensor(x, mesh, [md.Shard(0)]) for x in xs]
+    made = [Recording.of(loss, x) for x in xs]
+    for one, (x, w) in zip(made, want):
+        (dx,), (dw,) = one.backward(params=[net.w])
+        same(dx, x)
+        same(dw, w[0])
+
+
 def test_it_runs_once():
     made = Recording.of(Net(), drawn(2, 4))
     made.drop()

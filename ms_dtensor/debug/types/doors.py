@@ -23,7 +23,7 @@ from ...comm.group import Group
 from ...core.tree import leaves, map_leaves
 from ...dispatch.patches.undo import Patched
 from ...errors import OpRuleError
-from ...internals.names import Function, jit_api, no_grad
+from ...internals.names import Function, UsersFunction, jit_api, no_grad
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Refused
 from .account import Account, Origin, Types, account, site
@@ -50,17 +50,20 @@ def watched(now: Account) -> Iterator[None]:
         account.reset(token)
 
 
-def _put() -> None:
-    for name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast",
-                 "scatter", "exchange"):
-        _open.put(Group, name, _collective(name, getattr(Group, name)))
-    original = Function.apply.__func__
-
+def _node(original):
     @functools.wraps(original)
     def apply(cls, *args, **kwargs):
         run = functools.partial(original, cls)
         return as_op(cls, f"'{cls.__name__}'", run, args, kwargs) if _met(args, kwargs) else run(*args, **kwargs)
-    _open.put(Function, "apply", classmethod(apply))
+    return classmethod(apply)
+
+
+def _put() -> None:
+    for name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast",
+                 "scatter", "exchange"):
+        _open.put(Group, name, _collective(name, getattr(Group, name)))
+    for nodes in (Function, UsersFunction):
+        _open.put(nodes, "apply", _node(nodes.apply.__func__))
     compiled = jit_api._JitExecutor.__call__
 
     @functools.wraps(compiled)

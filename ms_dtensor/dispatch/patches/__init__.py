@@ -16,10 +16,10 @@ from ...internals.names import NoFallbackGuard, recording
 from ...internals.probes import check_internals
 from ..constants import Constant, plain_call
 from ..held import holding, plain_product
-from . import checkpoints, functions, gradients, hooks, jit, keywords, training, written
+from . import bprops, checkpoints, functions, gradients, hooks, jit, keywords, training, written
 
 _NAME = "__fallback__"
-_MODULES = (functions, keywords, jit, gradients, hooks, training, checkpoints, written)
+_MODULES = (functions, keywords, jit, gradients, hooks, bprops, training, checkpoints, written)
 
 
 def _plain_fallback(self, func, args=(), kwargs=None):
