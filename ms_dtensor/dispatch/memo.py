@@ -32,7 +32,7 @@ class Memo:
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     takes: Any = None  # of what stands for a parameter: is given summands of its gradient, and says what goes to autograd
     work: Any = None  # data under way (`tensor/async_tensor.py`)
-    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
+    late_gradient: set | None = None  # of a Parameter that gets it when the backward ends: told that it has come, by id
     written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too
     written_back: int = 0  # of a Parameter: how often what stood for it in a unit was written
     stepped: int = 0  # of a Parameter: how often an optimizer has written it, of which `written` does not tell

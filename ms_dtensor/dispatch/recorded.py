@@ -209,13 +209,13 @@ def _gradients(loss, start, keep: bool, wanted: list) -> list:
     try:
         with apart(list(in_this_gradient), wanted):
             found = run_backward((loss,), (start,), keep, False, tuple(wanted), True, accumulate_grad=False)
+            with NoFallbackGuard():
+                return handed_out(wanted, list(found))
     except RuntimeError as e:
         if "graph twice" not in str(e):
             raise
         raise _refused(loss, "A part of what leads to it went with another loss's backward.",
                        ("md.backward(other_loss, retain_graph=True)", "md.backward(loss + other_loss)")) from e
-    with NoFallbackGuard():
-        return handed_out(wanted, list(found))
 
 
 def _leaves(who: str, tensors: Iterable[Tensor]) -> list[Tensor]:

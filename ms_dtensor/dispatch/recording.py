@@ -92,8 +92,7 @@ class Recording:
         roots, inputs = self._taken(cotangents)
         of = [*inputs, *params]
         with apart(self._participants, of):
-            found = self._gradients(roots, of)
-        grads = handed_out(of, found)
+            grads = handed_out(of, self._gradients(roots, of))
         return grads[:len(inputs)], grads[len(inputs):]
 
     def _taken(self, cotangents: Any) -> tuple[list, list]:
@@ -154,6 +153,10 @@ class HeldRecording(Recording):
         it = iter(found[1:])
         own, self._early, self._direct = ([next(it) for _ in some] for some in (of, gates, params))
         with NoFallbackGuard():
+            # past gates: by a loss's own weights, say
+            met = [i for i, g in enumerate(self._direct) if g is not None]
+            for i, g in zip(met, deliver([params[i] for i in met], [self._direct[i] for i in met])):
+                self._direct[i] = g
             return handed_out(of, own)
 
     def backward_weights(self, params: Sequence[Parameter] = ()) -> list:
@@ -172,12 +175,12 @@ class HeldRecording(Recording):
             sums = [_sum(a, b) for a, b in zip(early, late)]
             roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]
             found = [_sum(a, b) for a, b in zip(self._direct, self._gradients(roots, list(params)))]
+            grads = handed_out(list(params), found)
             if (dry := executing()) is not None:
-                for grad in found:
-                    if grad is not None:
-                        dry.ledger.is_now(grad, "gradients")
+                for grad in grads:
+                    dry.ledger.is_now(grad, "gradients")
         self.drop()
-        return handed_out(list(params), found)
+        return grads
 
     def backward(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> tuple[list, list]:
         return self.backward_inputs(cotangents, params), self.backward_weights(params)

@@ -38,6 +38,7 @@ executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's s
 run_backward: Any = getattr(import_module("mindspore._c_expression"), "run_backward", None)
 # the same storage as a leaf, without a gradient: in a sixth of `ops.stop_gradient`'s time; and no view, which kernels copy
 detach: Any = getattr(import_module("mindspore._c_expression"), "pyboost_detach", None) or ms.ops.stop_gradient
+TensorPy = _private("mindspore._c_expression", "TensorPy")  # its C++ methods: Python ones cost as much again
 set_versions = _private("mindspore._c_expression", "_unsafe_set_version_counter")  # a backward refuses what has another
 no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is recorded
 set_requires_grad = ms.Tensor.requires_grad_  # MindSpore's own: `compat.backward` puts PyTorch's in its place

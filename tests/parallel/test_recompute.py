@@ -16,6 +16,7 @@ from ms_dtensor.compat.hyper_parallel import checkpoint_exclude_wrapper
 from ms_dtensor.dispatch import patches
 from ms_dtensor.dispatch.operands import local_alias
 from ms_dtensor.dispatch.patches import recomputed
+from ms_dtensor.dispatch.recording import handed_out
 from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.internals.names import executor
 
@@ -130,7 +131,7 @@ def recorded(function, *args):
 def backward(loss, params):
     grads = run_backward((local_alias(loss),), (ops.ones_like(local_alias(loss)),), False, False, tuple(params), True,
                          accumulate_grad=False)
-    return [local_alias(g).asnumpy() for g in grads]
+    return [local_alias(g).asnumpy() for g in handed_out(params, list(grads))]
 
 
 WAYS = {**AGAIN, "not reentrant": lambda net: net.up.recompute(use_reentrant=False)}

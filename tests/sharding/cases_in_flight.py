@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ms_dtensor import distribute_tensor
+from ms_dtensor import distribute_tensor, value_and_grad
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case, cases
@@ -178,3 +178,28 @@ def alternating_forwards_and_backwards(world):
             total = added(total, recording.backward(cotangent_of(recording, COTANGENTS[n]), theirs)[1])
             waiting += [Recording.of(net, rows_of(mesh, x)) for x in INPUTS[n + 2:n + 3]]
         equal_each(total, wanted_of_all(plain)[1], theirs)
+
+
+@case(2)
+def a_hook_takes_a_gradient_of_the_same_parameters(world):
+    """Within a backward in which gradients have arrived already: neither gets what is the other's."""
+    mesh = data_mesh(world)
+
+    @each(WAYS)
+    def steps(way):
+        def both(net, x, other):
+            params, inner = net.trainable_params(), []
+
+            def hook(grad):
+                if not inner:
+                    inner.extend(value_and_grad(lambda x: (net(x) ** 3).mean(), None, params)(other)[1])
+
+            def loss(x):
+                y = net(x * 0.5)
+                y.register_hook(hook)
+                return ((y + net(x)) ** 2).mean()  # of whose backward the later forward's half comes first
+            return value_and_grad(loss, None, params)(x)[1], inner
+        plain, net = twins(Net, way, mesh)
+        for got, want, what in zip(both(net, rows_of(mesh), rows_of(mesh, INPUTS[0])),
+                                   both(plain, Tensor(ROWS), Tensor(INPUTS[0])), ("outer", "inner")):
+            equal_each(got, want, net.trainable_params(), what)

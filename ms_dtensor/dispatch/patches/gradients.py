@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,6 +63,14 @@ def _grad(original):
                 if listed:
                     _check_listed(fn)
                 out = original(fn, operation, weights, grad_position, has_aux, *args)
+                layouts = layouts_of(of)
+                gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor) if any(layouts) else []
+                assert not any(layouts) or len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)}"
+                if outermost and any(layouts):
+                    completed = deliver(of, gradients)
+                    if completed is not gradients:
+                        it, gradients = iter(completed), completed
+                        out = map_leaves(lambda g: next(it), out, Tensor)
         except BaseException:
             _clean(outermost)
             raise
@@ -70,16 +78,8 @@ def _grad(original):
             for taking_part in in_this_gradient:
                 taking_part.end_gradient()
             in_this_gradient.clear()
-        layouts = layouts_of(of)
         if not any(layouts):
             return out
-        gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
-        assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
-        if outermost:
-            completed = deliver(of, gradients)
-            if completed is not gradients:
-                it, gradients = iter(completed), completed
-                out = map_leaves(lambda g: next(it), out, Tensor)
         if not outermost:  # it may be differentiated again
             recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
             out = map_leaves(lambda g: next(recorded), out, Tensor)
@@ -92,12 +92,14 @@ def _grad(original):
 
 
 def deliver(of: list, gradients: list) -> list:
-    """The gradients with what is owed of earlier backwards to parameters that this one has not reached; where nobody owes
-    any, the list itself."""
+    """Gradients as the backward of these has given them, completed by who adds them up; where nobody does, the list itself.
+    """
     owners = {owner: None for x in of if (owner := x.__dict__.get(REDUCED_BY)) is not None}
     if not owners:
         return gradients
     given = {id(x): g for x, g in zip(of, gradients)}
+    for owner in owners:
+        owner.end(given)
     for owner in owners:
         owner.deliver(given)
     return [given[id(x)] for x in of]
@@ -131,7 +133,10 @@ def _taking_part(participants: Iterable = ()) -> Iterator[None]:
     that is not the end of the one under way, which still needs what takes part in that."""
     others = _exchanged(participants)
     try:
-        yield
+        with ExitStack() as stack:
+            for taking_part in others:
+                stack.enter_context(taking_part.reduction.apart())
+            yield
     finally:
         _exchanged(others)
 

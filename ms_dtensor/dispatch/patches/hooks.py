@@ -17,7 +17,6 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from ...comm.packing import copy, write
 from ...core.layout import Layout, in_dtype
 from ...core.tree import leaves
 from ...errors import LayoutError, OpRuleError
@@ -82,8 +81,10 @@ def register_hook(self, hook):
         if hook is None:
             return grad
         memo = None if x is None else x._memo
-        later = memo is not None and (memo.partial_grad_axes or memo.late_gradient)  # when it has been reduced
-        return grad if later else _local(hook(wrap(grad, layout)), grad, layout)
+        if memo is None or memo.late_gradient is None:
+            return _local(hook(wrap(grad, layout)), grad, layout)
+        memo.late_gradient.add(id(x))  # whoever completes it runs the hooks
+        return grad
     setattr(on_local, _GIVEN, hook)
     handle = Tensor.register_hook(self, on_local)
     handle.__class__, handle.on_local = _Handle, on_local
@@ -106,17 +107,11 @@ def given_hooks(param) -> list:
     return [h for h in (getattr(h, _GIVEN, None) for h in hooks) if h is not None] if hasattr(param, "_layout") else hooks
 
 
-def run_hooks(param, grad: Tensor) -> None:
-    """The users' hooks on a gradient that the caller has already, and that is reduced now: what they return is written."""
-    hooks = [] if param is None else given_hooks(param)
-    if not hooks:
-        return
-    with NoFallbackGuard():
-        changed = copy(grad)  # a hook may keep it
-    for hook in hooks:
-        changed = _local(hook(wrap(changed, param.layout.gradient())), changed, param.layout.gradient())
-    with NoFallbackGuard():
-        write(grad, changed)
+def run_hooks(param, grad: Tensor) -> Tensor:
+    """A gradient that is reduced now, as the users' hooks on it change it."""
+    for hook in given_hooks(param):
+        grad = _local(hook(wrap(grad, param.layout.gradient())), grad, param.layout.gradient())
+    return grad
 
 
 class _MovedHandle(TensorHookHandle):

@@ -34,6 +34,7 @@ from ...internals.target import on_cpu
 from ...redistribute.boxes import tensors_along
 from .memory import AbstractMemory, HostMemory, Memory
 from .rooms import Room, RoomMemory
+from .sums import blank
 
 _LARGE = 8  # more than one in so many of a row's elements: a large column
 _Column = tuple[int, list[tuple[int, Any]]]  # how wide; pieces to be put there, whose first dim are ranks from a number on
@@ -311,6 +312,11 @@ class Block:
             return RoomMemory(self.shapes, self.dtype, self._leaves)
         kind = HostMemory if executing() is None else AbstractMemory
         return kind(self.shapes, self.dtype, self.group.backend)
+
+    @functools.cached_property
+    def blanks(self) -> list[Tensor]:
+        """What autograd is given as the shards' gradients while sums are under way."""
+        return [blank(p.local_shape, p.dtype) for p in self.params]
 
     def release(self, keep_part: bool, pages: bool) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""

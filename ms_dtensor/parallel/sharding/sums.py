@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole gradients of a block's parameters on their way to shards, and where the shards will lie.
+"""Whole gradients of a block's parameters on their way to shards; and what autograd is given before they are there.
 
-On a host a sum is there at once. On a device it is under way until the backward ends, and autograd has to be given
-something before: a *blank*, zeros that are one number in memory. If a parameter's gradient is nothing but that and one sum,
-its caller is handed the place in the sum's memory; so of each block one piece of memory holds all gradients, and no kernel
-is spent on any one of them. Else the sum is added to what the caller has got. Invariant: what is handed out is not read
-before the backward ends; whoever wants to see a gradient has a hook, which runs then (`reduce.py`).
+A sum is under way until the backward ends. So autograd is given a *blank*, zeros that are one number in memory, and in its
+place the caller gets its part of the memory of the sum (`reduce.py`): of each block one piece of memory holds all gradients,
+and no kernel is spent on any one of them. Invariant: what is handed out is not read before the backward ends; whoever wants
+to see a gradient has a hook, which runs then.
 """
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import mindspore as ms
@@ -20,8 +18,7 @@ from ...comm.packing import cast, copy, write
 from ...comm.pretended import executing
 from ...core.layout import in_dtype
 from ...dispatch.operands import local_alias, wrap
-from ...internals.names import NoFallbackGuard
-from ...internals.target import on_cpu
+from ...internals.names import NoFallbackGuard, TensorPy
 
 if TYPE_CHECKING:
     from .block import Block
@@ -36,13 +33,17 @@ def _zero(dtype) -> Tensor:
 
 def blank(shape: tuple[int, ...], dtype) -> Tensor:
     """Zeros that nobody writes into: one number in memory, and no kernel."""
-    return _zero(dtype).expand(shape) if math.prod(shape) else ms.ops.zeros(shape, dtype)
+    return _zero(dtype).expand(shape) if shape and all(shape) else ms.ops.zeros(shape, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return TensorPy.stride(_zero(ms.float32).expand(shape))
 
 
 def is_blank(x: Tensor) -> bool:
     """Whether a gradient to which a blank belongs is that alone: what autograd has added to it is a tensor of its own."""
-    return executing() is not None or x.storage_offset() == 1 and \
-        not any(step for n, step in zip(x._shape, Tensor.stride(x)) if n > 1)
+    return executing() is not None or TensorPy.storage_offset(x) == 1 and TensorPy.stride(x) == _strides(x._shape)
 
 
 class Sums:
@@ -60,31 +61,9 @@ class Sums:
         self._of, self._block = of, block
         self._work, self._widths = block.reduce(grads, when)  # whole gradients may go before the backward ends
         self.numbers = {id(block.params[i]): i for i in grads}  # of these parameters, by id
-        self._memory: Tensor | None = None  # of which callers have been handed places
-        self._handed = set[int]()
 
-    def place(self, key: int) -> Tensor | None:
-        """Where the gradient of the parameter of this id will lie, whose caller is handed it; None: it has no such place."""
-        place = self._places.get(self.numbers[key])
-        if place is not None:
-            self._handed.add(key)
-        return place
-
-    @functools.cached_property
-    def _places(self) -> dict[int, Tensor]:
-        """Where gradients will lie, by number; none if sums are no gradients yet, go elsewhere, or are of several dtypes."""
-        of, (dtype, *others) = self._of, [self._block.params[i].dtype for i in self._widths]
-        if of.main or of.copies is not None and not of.sync_copies or any(other != dtype for other in others):
-            return {}
-        coming = self._work.pending_result
-        if coming is not None and coming.dtype == dtype:
-            self._memory = gradient(coming)
-        else:
-            self._memory = fresh((sum(self._widths.values()),), dtype, zero=False)
-        return self._block.shards(self._widths, self._memory)
-
-    def finish(self) -> dict[int, Tensor]:
-        """Waits. Gives gradients by id of the parameter, but those that lie in places that were handed out."""
+    def finish(self, scale: float) -> dict[int, Tensor]:
+        """Waits. Gives sums, times a number, by id of the parameter; none that are not over all ranks yet."""
         of, block = self._of, self._block
         with NoFallbackGuard(), block.note("backward", "sharded gradients"):
             flat = self._work.wait()
@@ -97,27 +76,16 @@ class Sums:
                     of.owed_shards.update({key: shards[i] * 1 for key, i in self.numbers.items()})
                     return {}
                 of.copies.all_reduce_(flat, "sum").wait()
-            for key, i in self.numbers.items():
-                if key in of.past:
-                    write(shards[i], of.past.pop(key) + shards[i])
             for axes, beside in of.beside(block, shards).items():
                 group = block.params[beside[0]].device_mesh.get_group(axes)
                 total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
                 for i, x in block.shards({i: block.widths[i] for i in beside}, total).items():
                     write(shards[i], x)
-            if of.scale != 1:
-                if on_cpu():
-                    shards = {i: x * of.scale for i, x in shards.items()}
-                elif executing() is None:
-                    flat.mul_(of.scale)
-            if of.main:
-                for i, x in shards.items():
-                    add_main(block.params[i], x)
-                return {}
-            if self._memory is not None and self._memory is not flat:
-                write(self._memory, flat)
-            return {key: gradient(cast(shards[i], block.params[i].dtype)) for key, i in self.numbers.items()
-                    if key not in self._handed}
+            total, dtype = flat if scale == 1 else flat * scale, block.params[next(iter(shards))].dtype
+            if flat.dtype != dtype and not of.main and all(block.params[i].dtype == dtype for i in shards):
+                total = cast(total, dtype)  # one kernel for all of them
+            shards = shards if total is flat else block.shards(self._widths, total)
+            return {key: shards[i] for key, i in self.numbers.items()}
 
 
 def add_main(param, total: Tensor) -> None:

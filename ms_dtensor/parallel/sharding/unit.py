@@ -28,7 +28,6 @@ from ...comm.pretended import executing
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement
-from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name, local_alias
 from ...errors import ConfigError, LayoutError
 from ...internals.names import no_grad
@@ -124,27 +123,27 @@ class Unit:
         _alike[holders, text] += 1
         return text if _alike[holders, text] == 1 else f"{text} no. {_alike[holders, text]}"
 
-    def _on(self, p) -> tuple[int, ...]:
+    def on(self, p) -> tuple[int, ...]:
         """The data axes by their numbers on a parameter's mesh."""
         return tuple(p.device_mesh.axis_index(a) for a in self.mesh.mesh_dim_names)
 
     def _summed_on(self, p) -> tuple[int, ...]:
         """The axes over which ranks have summands of a parameter's gradient, by their numbers on its mesh."""
-        data = self._on(p)
+        data = self.on(p)
         return data if not self.local else tuple(sorted({*data, *summed_axes(p.layout)}))
 
     def _made(self) -> list[Block]:
         """Blocks by dtype."""
         by_dtype: dict[str, list] = {}
         for p in self.params.values():
-            if not p.placements[self._on(p)[-1]].is_replicate():
+            if not p.placements[self.on(p)[-1]].is_replicate():
                 by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
         blocks, near = list[Block](), self.axes.near() if by_dtype else None
         for b, (kind, members) in enumerate(by_dtype.items()):
-            whole = [_gathered(p.layout, self._on(p), kind) for p in members]
+            whole = [_gathered(p.layout, self.on(p), kind) for p in members]
             dtype, sums = self.policy.compute_dtype(members[0]), self.policy.reduce_dtype
             blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole, dtype,
-                                self.mesh.get_group(self.axes.cutting), self._on(members[0])[-self.axes.cut:],
+                                self.mesh.get_group(self.axes.cutting), self.on(members[0])[-self.axes.cut:],
                                 None if sums == dtype else sums, near, self._leaves))
         return blocks
 
@@ -196,10 +195,8 @@ class Unit:
                     write(local_alias(p), group.broadcast(local_alias(p), group.ranks[0]))
                 p._layout = lift(p, whole)
                 self.partial_on[id(p)] = self._summed_on(p)
-                if memo_of(p).partial_grad_axes:
-                    memo_of(p).partial_grad_axes = self.partial_on[id(p)]
         for block in self.blocks:
-            block.whole = [_gathered(p.layout, self._on(p), dtype_name(block.dtype)) for p in block.params]
+            block.whole = [_gathered(p.layout, self.on(p), dtype_name(block.dtype)) for p in block.params]
         self.reduction.regroup()
 
     # -- events ------------------------------------------------------------------------------------------------------
