@@ -93,7 +93,7 @@ def store(x, new, recording: bool, versioned: bool) -> None:
             dry.overwritten(x, local, recording and not given)
         elif x.__class__ is classes.UNSHARDED and not versioned:
             memory, param = x._memo.lent
-            memory.overwrite(param, local)
+            write(memory.values(param), local)
         elif recording and given and not versioned:
             write(Tensor._make_subclass(Tensor, x), local)
         elif _owns_storage(x) or not cpu_kernels():

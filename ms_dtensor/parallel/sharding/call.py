@@ -53,7 +53,8 @@ def runs_as_unit(given: Callable) -> Callable:
         with call.running(cell):
             outputs = map_leaves(call.apart, given(cell, *args, **kwargs), Tensor)
         outputs = unit.policy.cast_output(outputs)
-        return map_leaves(call.entrance, outputs, Tensor) if comes_back else outputs
+        # behind nodes that gather the parameters again when a gradient arrives, as a rule the first to
+        return map_leaves(lambda x: _behind(x, call.enter), outputs, Tensor) if comes_back else outputs
     return run
 
 
@@ -85,7 +86,7 @@ class Call:
             raise local.no_parts(unit)
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
-        self.copied = set[int]()  # ids of frozen vectors, for which copies stand
+        self.lent = set[int]()  # ids of parameters for which tensors in the unit's memory stand; for others copies do
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
         self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
@@ -204,7 +205,8 @@ class Call:
         if self.recorded and node is None and p.ndim < 2:  # statistics, say, which ops write, also before the backward
             with no_grad():
                 held = copy(held)
-            self.copied.add(key)
+        else:
+            self.lent.add(key)
         if node is None:
             set_requires_grad(held, False)  # a fresh tensor is taken for one whose gradient is wanted
         elif self.holding is not None:
@@ -242,31 +244,26 @@ class Call:
 
     def write_back(self, x: Tensor) -> None:
         """What stood for a parameter was written."""
-        key = id(x.inited_param)
-        memo_of(x.inited_param).written_back += 1
-        if key in self.unit.place:
-            if key in self.copied:
-                self.overwrite(x.inited_param, local_alias(x))
-            block, i = self.unit.place[key]
+        param = x.inited_param
+        memo_of(param).written_back += 1
+        if id(param) not in self.lent:
+            write(self.values(param), local_alias(x))
+        if id(param) in self.unit.place:
+            block, i = self.unit.place[id(param)]
             block.write_own(i)
-        else:
-            write(local_alias(x.inited_param), local_alias(x))
-
-    def overwrite(self, param, local: Tensor) -> None:
-        """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
-        block, i = self.unit.place[id(param)]
-        write(block.memory.tensor(i), local)
 
     def renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
-        key = id(x.inited_param)
-        if key in self.unit.place:
+        param = x.inited_param
+        if id(param) in self.unit.place:
             self.unit.unshard("forward", rooms=self.rooms)
-            if key in self.copied:
-                block, i = self.unit.place[key]
-                write(local_alias(x), block.memory.tensor(i))
-        else:
-            write(local_alias(x), local_alias(x.inited_param))
+        if id(param) not in self.lent:
+            write(local_alias(x), self.values(param))
+
+    def values(self, param) -> Tensor:
+        """Of a parameter, whole: in the unit's memory, or its own. Of what is written there autograd is not told."""
+        block, i = self.unit.place.get(id(param), (None, 0))
+        return local_alias(param) if block is None else block.memory.tensor(i)
 
     @contextmanager
     def again(self, cells: Sequence[nn.Cell]) -> Iterator[Call]:
@@ -302,10 +299,6 @@ class Call:
             self.awaited += x._requires_grad and x.is_floating_point()
             return _behind(x, self.leave)
         return map_leaves(behind, inputs, Tensor)
-
-    def entrance(self, x: Tensor) -> Tensor:
-        """An output behind a node that gathers the parameters again when its gradient arrives, as a rule the first to."""
-        return _behind(x, self.enter)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

@@ -86,12 +86,11 @@ def _seen_as(layout: Layout, data: tuple[str, ...]) -> Layout | None:
 def stands_for(call: Call, p: Any, x: Tensor, layout: Layout) -> Tensor:
     """The local tensor `x`, connected or not, as cells see the parameter `p`; `layout`: how it lies on all axes."""
     seen = _seen_as(layout, call.unit.mesh.mesh_dim_names)
-    goes = id(p) in call.unit.place and id(p) not in call.copied
     if seen is None:
-        return constant(x) if goes and call.recorded and not x._requires_grad else x
+        return constant(x) if id(p) in call.lent and call.recorded and not x._requires_grad else x
     out = wrap(x, seen)
     memo_of(out).partial_grad_axes = summed_axes(seen)
-    if goes:
+    if id(p) in call.lent:
         memo_of(out).lent = call, p
     out.__class__ = LocalWeight
     return out

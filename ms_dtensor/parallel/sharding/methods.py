@@ -8,6 +8,7 @@ from types import MethodType
 
 from mindspore import nn
 
+from ...comm.protocol import Work
 from ...dispatch.patches.recomputed import standing_in
 from ...errors import ConfigError
 from ..constants import ALIKE, with_constants
@@ -16,18 +17,7 @@ from .call import UNIT, runs_as_unit, units_of
 from .unit import Unit
 
 
-class UnshardHandle:
-    """What `unshard(async_op=True)` gives: `wait()` returns when the parameters are whole."""
-
-    def __init__(self, unit: Unit):
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Waits; a second call does nothing."""
-        self._unit.unshard("forward")
-
-
-def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+def unshard(self, async_op: bool = False) -> Work | None:
     """Gathers this cell's parameters now, and keeps them until `reshard()`: for many forwards.
 
     A forward asks whether they were changed (one number of all ranks), and gathers them again if so. With `async_op` the
@@ -37,10 +27,8 @@ def unshard(self, async_op: bool = False) -> UnshardHandle | None:
     unit.reshard(forced=True)
     unit.kept_by_user = True
     unit.prefetch("forward")
-    if async_op:
-        return UnshardHandle(unit)
-    unit.unshard("forward")
-    return None
+    work = Work[None](finish=functools.partial(unit.unshard, "forward"))
+    return work if async_op else work.wait()
 
 
 def reshard(self) -> None:

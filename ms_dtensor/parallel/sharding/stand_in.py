@@ -64,7 +64,7 @@ def lend(call: Call, stand_ins: dict[int, Tensor]) -> None:
     """What lies in the memory of the unit of `call`, and views of it, may be read while the unit has that; ops that read it
     ask the unit to, backward. `stand_ins`: by id of the parameter."""
     unit = call.unit
-    for w in () if unit.local else [w for k, w in stand_ins.items() if k in unit.place and k not in call.copied]:
+    for w in () if unit.local else [w for k, w in stand_ins.items() if k in call.lent]:
         lent = call, w.inited_param  # type: ignore[attr-defined]
         for x in family(w) or (w,):
             if x.__class__ is DTensor:
@@ -81,7 +81,7 @@ def standing(call: Call, slots: list, stand_ins: dict[int, Tensor]) -> Iterator[
     watched = {k: x for k, x in stand_ins.items() if not isinstance(x, DTensorParameter)}  # else it stands for itself
     given, versions = set[int](), {k: x._version for k, x in watched.items()}
     for k, x in watched.items():
-        x.set_data = x.assign_value = functools.partial(_take, given, k, weakref.ref(x))
+        x.set_data = x.assign_value = functools.partial(_take, call, given, k, weakref.ref(x))
         memo_of(x.inited_param).stood_for = functools.partial(call.renew, x)
 
     before = [cell._params[key] for cell, key, _ in slots]  # others, where a gradient is taken inside of a forward
@@ -104,17 +104,13 @@ def standing(call: Call, slots: list, stand_ins: dict[int, Tensor]) -> Iterator[
                 call.write_back(x)
 
 
-def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
+def _take(call: Call, given: set[int], k: int, ref, data, slice_shape: bool = False):
     """`set_data` of what is no parameter."""
     x = ref()
     value = local_alias(DTensorParameter._own_shard(x, "set_data", data) if isinstance(x, DTensor) else data)
     with no_grad(), NoFallbackGuard():
-        value = value.astype(x.dtype)
-        if x.__class__ is UnshardedDTensor:  # a recorded view, which takes no write
-            call, param = memo_of(x).lent
-            call.overwrite(param, value)
-        else:  # a recorded one, too, where it is a copy: after `copy_` MindSpore refuses to read it
-            write(local_alias(x), value)
+        # Recorded ones, too: a view takes no write, and after `copy_` MindSpore refuses to read a copy.
+        write(call.values(x.inited_param) if k in call.lent else local_alias(x), value.astype(x.dtype))
     if isinstance(x, DTensor):
         wrote(x)
     given.add(k)
