@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -134,8 +135,8 @@ class _Forward:
         # what is reached may be a whole model: of that only its statistics are looked after
         params = [_own(x) for c in own for x in c._params.values()]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
-        # how often parameters that the forward does not write itself had been written when the first run was over
-        self.written: list[int] | None = None
+        # parameters that the forward does not write itself, and how often they had been written when the first run was over
+        self.watched: list[tuple[Parameter, int]] | None = None
         self.blocks, self.present, self.sought = modes.open_blocks(), standing_in.get(), sought.get()
         self.random = recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
@@ -154,7 +155,6 @@ class _Forward:
             stack.callback(_running.reset, _running.set(ref(self)))
             out = self._run()
         self.sample = sample(out)
-        self.written = [times_written(p) for p in self.watched]
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
             raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
                               "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
@@ -180,23 +180,22 @@ class _Forward:
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
-        known: dict[Any, dict[Any, bool]] = self.cells[0].__dict__.setdefault(_WRITES, {}) if self.cells else {}
+        known: dict[Any, set] = self.cells[0].__dict__.setdefault(_WRITES, {}) if self.cells else {}
         kind = *(c.training for c in self.cells), *map(id, self.called[1:]), getattr(self.run, "__code__", None)
         # where nothing has values, none changes
-        written = known.get(kind) if self.cells and executing() is None else {}
+        written = known.get(kind) if self.cells and executing() is None else set()
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
-        counts = {k: _writes(x) for k, x in slots.items()}
+        counts = {k: _writes(slots[k]) for k in self.before}
         was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
         yield
+        self.told = {k: now for k, count in counts.items() if (now := _writes(slots[k])) != count}
         if written is None:  # on all ranks alike, also where a shard has stayed what it was
-            told = {k for k, x in slots.items() if _writes(x) != counts[k]}
-            written = known[kind] = {k: k in told for k, x in self.before.items()
-                                     if k in told or not same_bits(x, local_alias(slots[k]))}
-            self.before = {k: self.before[k] for k in written}
-        self.told = {k: _writes(slots[k]) for k, of_a_unit in written.items() if of_a_unit}
+            self.before = {k: x for k, x in self.before.items()
+                           if k in self.told or not same_bits(x, local_alias(slots[k]))}
+            known[kind] = set(self.before)
         found = {id(_own(slots[k])) for k in self.before}
-        self.watched = [p for p, _ in self.trained if id(p) not in found]
+        self.watched = [(p, times_written(p)) for p, _ in self.trained if id(p) not in found]
         anew = [f"{type(c).__name__}.{k}" for c, then in was for k, x in c.__dict__.items()
                 if isinstance(x, Tensor) and then.get(k) is not x]
         if anew:
@@ -269,7 +268,7 @@ class _Forward:
 
     def _again(self) -> None:
         """Fills the places that live."""
-        if self.written is None:
+        if self.watched is None:
             raise OpRuleError(f"For 'checkpoint_wrapper', a gradient was asked for inside of {self._name()}.", "",
                               "What is recomputed keeps nothing that a backward inside of it could read.",
                               ("checkpoint_wrapper(cell) of cells beside the gradient",
@@ -278,7 +277,7 @@ class _Forward:
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
                               "What is recomputed reads its arguments again.", "write to a copy: x * 1")
-        if [times_written(p) for p in self.watched] != self.written:
+        if any(times_written(p) != count for p, count in self.watched):
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
         self.number, self.calls_again, self.regions_again = 0, iter(self.calls), iter(self.regions)
@@ -350,7 +349,10 @@ class _Forward:
             raise self._unlike(f"{x.dtype}{list(x._shape)} was saved as number {self.number} of {len(self.wanted)}")
         self.number += 1
         if (place := place()) is not None:  # else nobody will ask for it
-            place.value = _copy(x) if self.before and _lies_in(x, self.filled) else detached(x)
+            start = Tensor.untyped_storage(x).data_ptr() if self.filled else 0
+            # asked now: `set_data` gives a parameter another storage
+            there = self.filled and any(Tensor.untyped_storage(y).data_ptr() == start for y in self.filled)
+            place.value = _copy(x) if there else detached(x)
 
     def _unlike(self, what: str) -> OpRuleError:
         return OpRuleError(f"For 'checkpoint_wrapper', {self._name()} did something else when it ran again.",
@@ -373,7 +375,7 @@ def _beside(cell: nn.Cell, own: list[nn.Cell]) -> list[nn.Cell]:
     of_all = _of_all()
     known: list[Any] = [x for c in own for k, x in vars(c).items() if k not in of_all and not k.startswith("_ms_dtensor")]
     kinds = dict.fromkeys(t for c in own for t in type(c).__mro__[:type(c).__mro__.index(nn.Cell)])
-    known += [x for t in kinds for x in vars(t).values() if isinstance(x, FunctionType)]
+    known += [dict(vars(t)) for t in kinds]
     inside = set(map(id, own))
     found = [c for c in _reached_by(known) if id(c) not in inside]
     cell.__dict__[_BESIDE] = bool(found)
@@ -399,18 +401,11 @@ def _reached_by(stack: list) -> list[nn.Cell]:
         seen.add(id(x))
         if isinstance(x, nn.Cell):
             found.append(x)
-        elif isinstance(x, list | tuple | dict):
-            if len(x) < 1024:  # longer ones are data
-                stack += x.values() if isinstance(x, dict) else x
-        elif isinstance(x, partial):
-            stack += x.func, x.args, x.keywords
-        elif isinstance(x, MethodType):
-            stack += x.__func__, x.__self__
         elif isinstance(x, FunctionType):
             stack += [y for name in _globals_in(x.__code__) if isinstance(y := x.__globals__.get(name), nn.Cell)]
-            for cell in x.__closure__ or ():
-                with suppress(ValueError):  # nothing is in it yet
-                    stack.append(cell.cell_contents)
+            stack += x.__closure__ or ()
+        elif isinstance(x, partial | MethodType | CellType) or isinstance(x, list | tuple | dict) and len(x) < 1024:
+            stack += gc.get_referents(x)  # longer ones are data
     return found
 
 
@@ -443,21 +438,15 @@ def _without_memo(x: Tensor) -> Tensor:
     return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
 
 
-def _lies_in(x: Tensor, others: Iterable[Tensor]) -> bool:
-    start = Tensor.untyped_storage(x).data_ptr()
-    return any(Tensor.untyped_storage(y).data_ptr() == start for y in others)
-
-
 def _copy(x: Tensor) -> Tensor:
     with NoFallbackGuard(), no_grad():
         return copy(local_alias(x))
 
 
-def _writes(x: Tensor) -> tuple[int, int] | None:
+def _writes(x: Tensor) -> tuple[int, int]:
     """How often a parameter that is a DTensor was written, as all ranks count it."""
-    memo = getattr(x, "_memo", None)
-    return None if not _is_dtensor(x) or not isinstance(x, Parameter) else (0, 0) if memo is None else (
-        memo.written, memo.written_back)
+    memo = getattr(x, "_memo", None) if isinstance(x, Parameter) else None
+    return (0, 0) if memo is None else (memo.written, memo.written_back)
 
 
 def _fill(slots: dict[Any, Tensor], values: dict[Any, Tensor], told: Iterable) -> None:
