@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from mindspore import Tensor, nn
 
@@ -29,20 +29,7 @@ RUN = "_ms_dtensor_late"  # of a cell, while its block runs: the `Late` of that 
 class Debt:
     """The gradients of some weights, which are one product."""
 
-    def __init__(self) -> None:
-        self.compute: Callable[[], Sequence[Tensor]] | None = None
-        self._values: Sequence[Tensor] = ()
-
-    def pay(self) -> None:
-        """The gradients are computed, if they are not."""
-        if self.compute is not None:
-            self._values, self.compute = self.compute(), None
-
-    def take(self) -> Sequence[Tensor]:
-        """The gradients; empty: nobody owed any."""
-        self.pay()
-        values, self._values = self._values, ()
-        return values
+    compute: Callable[[], Sequence[Tensor]] | None = None  # once: who calls it again is given the same; None: none are owed
 
 
 class Gate(DFunction):
@@ -55,7 +42,8 @@ class Gate(DFunction):
 
     @staticmethod
     def backward(ctx, *grads):
-        return tuple(ctx.debt.take()) or grads, None
+        compute, ctx.debt.compute = ctx.debt.compute, None
+        return grads if compute is None else tuple(compute()), None
 
 
 class Late:
@@ -66,7 +54,7 @@ class Late:
     """
 
     def __init__(self, cells: Sequence[tuple[nn.Cell, ...]]):
-        self._cells, self._owed = cells, list[Debt]()
+        self._cells, self._owed = cells, list[Callable]()
         self._gates: dict[int, tuple] | None = None  # by id of the first of the cells
 
     def weights(self, cells: tuple[nn.Cell, ...], layout: Layout) -> tuple[tuple[Tensor, ...], Debt | None]:
@@ -92,14 +80,14 @@ class Late:
 
     def owe(self, debt: Debt, compute: Callable[[], Sequence[Tensor]]) -> None:
         """A backward leaves gradients to whoever sends next; they are computed as if it were now."""
-        debt.compute = partial(contextvars.copy_context().run, compute)
-        self._owed.append(debt)
+        debt.compute = cache(partial(contextvars.copy_context().run, compute))
+        self._owed.append(debt.compute)
 
     def pay(self) -> None:
         """What is owed is computed, as something is under way."""
         owed, self._owed = self._owed, []
-        for debt in owed:
-            debt.pay()
+        for compute in owed:
+            compute()
 
 
 def _weights(cells: tuple[nn.Cell, ...]) -> tuple:

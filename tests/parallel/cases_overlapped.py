@@ -11,7 +11,7 @@ import ms_dtensor as md
 from ms_dtensor import DTensor, distribute_tensor, fully_shard, parallelize_module, replicate
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.parallel import ColwiseParallel, OverlappedColwise, OverlappedGradients, OverlappedRowwise, RowwiseParallel
-from ms_dtensor.parallel.late import Debt, Late
+from ms_dtensor.parallel.late import Gate, Late
 from tests.cases import case
 from tests.operands import R, S, data, mesh_1d
 from tests.parallel.cases_styles import fill
@@ -113,15 +113,15 @@ def gradients_of_weights_wait_for_the_next_communication(world, grid):
     """The same bits and collectives; of six functions all but the first's gradients are paid by who sends next."""
     x = distribute_tensor(data(1, 16, 6), grid, [S(0), S(0)])
     want, _ = trained(fill(Twice()), data(1, 16, 6))
-    paid, pay, take = Counter(), Late.pay, Debt.take
+    paid, pay, take = Counter(), Late.pay, Gate.backward
 
     def paying(self):
         paid[f"{len(self._owed)} behind communication"] += 1
         pay(self)
 
-    def taking(self):
-        paid["by the gate"] += self.compute is not None
-        return take(self)
+    def taking(ctx, *grads):
+        paid["by the gate"] += ctx.debt.compute is not None and not ctx.debt.compute.cache_info().currsize
+        return take(ctx, *grads)
     for wrap, again in sampled(((replicate, False), (fully_shard, False), (fully_shard, True)), 2):
         made = []
         for later in (False, True):
@@ -132,10 +132,10 @@ def gradients_of_weights_wait_for_the_next_communication(world, grid):
             net = wrap(net, mesh=grid["dp"])
             paid.clear()
             try:
-                Late.pay, Debt.take = paying, taking
+                Late.pay, Gate.backward = paying, staticmethod(taking)
                 made.append(trained(net, x))
             finally:
-                Late.pay, Debt.take = pay, take
+                Late.pay, Gate.backward = pay, staticmethod(take)
             delayed = {"1 behind communication": 4 + (wrap is fully_shard),  # at once: the last function's, no older ones
                        "0 behind communication": 2 - (wrap is fully_shard)}
             assert +paid == (delayed if later else {}), (wrap.__name__, again, later, paid)
