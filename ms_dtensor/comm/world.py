@@ -163,6 +163,16 @@ def ops_block() -> bool:
     return _started is not None and _started.blocking
 
 
+def synchronize() -> None:
+    """On a host, waits for ops that have returned and may not have run, as memory that they read will be written, or go.
+
+    They run behind their calls where one had run before the first mesh: then MindSpore stays as it is.
+    """
+    import mindspore
+    if not ops_block():
+        mindspore.runtime.synchronize()
+
+
 def world_key() -> tuple[int, int, bool] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()

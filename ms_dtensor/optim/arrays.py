@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
 from ..comm.pretended import executing
+from ..comm.world import synchronize
 from ..dispatch.memo import stepped
 from ..internals.target import on_cpu
 from ._storage import CHUNK, local_array, local_view
@@ -109,6 +110,8 @@ def opened(param, master: Array | None) -> Iterator[Array]:
 
     Where a parameter no longer is its master rounded (weights were loaded), the master starts anew from it.
     """
+    if on_cpu():
+        synchronize()
     if master is None:
         if not on_cpu():
             yield param

@@ -19,6 +19,7 @@ from mindspore import Tensor
 from ...comm.packing import numpy_dtype
 from ...comm.pretended import executing
 from ...comm.protocol import Backend
+from ...comm.world import synchronize
 
 _SMALL = 512 << 10  # bytes
 
@@ -97,12 +98,14 @@ class HostMemory(Memory):
         return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
 
     def release(self) -> None:
+        synchronize()  # a gradient through a frozen cell had zeros, which kernels found here that came late
         if self.window is not None:
             self.window.release()
         else:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def claim(self, room: Any = None) -> None:
+        synchronize()
         if self.window is not None:
             self.window.claim()
 
