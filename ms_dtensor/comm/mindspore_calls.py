@@ -19,6 +19,7 @@ from mindspore import Tensor
 
 from ..errors import CommError, ConfigError
 from ..internals.target import on_cpu
+from ..internals.undo import Patched
 from . import world
 from .group import Group
 from .local_autograd import AllGather, AllReduce, AllToAll, ReduceScatter, even
@@ -334,28 +335,25 @@ class MindSporeCollectives:
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._patched = Patched()
 
     @property
     def on(self) -> bool:
         """Whether they do."""
-        return bool(self._before)
+        return bool(self._patched)
 
     def enable(self) -> MindSporeCollectives:
         """Begins it; does nothing where it is on."""
-        if not self._before:
+        if not self._patched:
             for module in map(importlib.import_module, _MODULES):
                 for name, ours in _OURS.items():
                     if name in module.__dict__:
-                        self._before.append((module, name, module.__dict__[name]))
-                        setattr(module, name, ours)
+                        self._patched.put(module, name, ours)
         return self
 
     def disable(self) -> None:
         """Ends it: MindSpore's primitives are where they were."""
-        while self._before:
-            module, name, before = self._before.pop()
-            setattr(module, name, before)
+        self._patched.take_back()
         _waiting.clear()
 
     def __enter__(self) -> MindSporeCollectives:

@@ -16,6 +16,7 @@ from ..dispatch.recorded import backward as ours
 from ..dispatch.recorded import kept, not_recorded, recorded
 from ..errors import ConfigError
 from ..internals.names import set_requires_grad
+from ..internals.undo import Patched
 
 _BASE: Any = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
 
@@ -68,7 +69,6 @@ _ON_TENSORS: dict[str, Any] = {"backward": _backward, "grad": kept, "detach": _d
                                "requires_grad": property(_requires_grad, _requires_grad_),
                                "is_leaf": property(lambda self: self._is_leaf)}
 _ON_OPTIMIZERS: dict[str, Any] = {"step": _step, "zero_grad": _zero_grad}
-_NOTHING = object()
 
 
 class BackwardCompat:
@@ -91,10 +91,11 @@ class BackwardCompat:
         if self._stack is None:
             with ExitStack() as stack:
                 stack.enter_context(recorded())
+                patched = Patched()
+                stack.callback(patched.take_back)
                 for holder, attributes in ((_BASE, _ON_TENSORS), *((o, _ON_OPTIMIZERS) for o in _MINT)):
                     for name, value in attributes.items():
-                        stack.callback(_put_back, holder, name, holder.__dict__.get(name, _NOTHING))
-                        setattr(holder, name, value)
+                        patched.put(holder, name, value)
                 self._stack = stack.pop_all()
         return self
 
@@ -109,13 +110,6 @@ class BackwardCompat:
 
     def __exit__(self, *exc) -> None:
         self.disable()
-
-
-def _put_back(holder, name: str, before) -> None:
-    if before is _NOTHING:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, before)
 
 
 _state = BackwardCompat()

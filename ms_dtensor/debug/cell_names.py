@@ -16,8 +16,8 @@ from mindspore import Parameter, nn
 
 from .. import comm
 from ..comm.record import note
-from ..dispatch.patches.undo import Patched
 from ..dispatch.replaced import current
+from ..internals.undo import Patched
 
 _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add; a plan does not spell it, so a name does not
 _names: ContextVar[CellNames | None] = ContextVar("ms_dtensor_cell_names", default=None)

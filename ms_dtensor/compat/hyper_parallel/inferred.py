@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.layout import Layout as CoreLayout
 from ...errors import LayoutError
+from ...internals.undo import Patched
 from .layout import Layout
 
 Op = tuple[str, tuple[int, int, list[int]]]
@@ -118,16 +119,13 @@ _ON_LAYOUTS: dict[str, Any] = {
     "alias_placements": property(lambda self: self.placements),
     "get_global_shape": _global_shape, "get_split_id": _split_id,
     "__deepcopy__": lambda self, memo: Layout.of(self)}
-_before: dict[str, Any] = {}
+_named = Patched()
 
 
 def names_on_layouts(on: bool) -> None:
     """Gives our layouts hyper_parallel's names, or takes them back."""
-    if on and not _before:
-        _before.update({name: CoreLayout.__dict__.get(name) for name in _ON_LAYOUTS})
+    if not on:
+        _named.take_back()
+    elif not _named:
         for name, value in _ON_LAYOUTS.items():
-            setattr(CoreLayout, name, value)
-    elif not on and _before:
-        for name, value in _before.items():
-            delattr(CoreLayout, name) if value is None else setattr(CoreLayout, name, value)
-        _before.clear()
+            _named.put(CoreLayout, name, value)

@@ -18,8 +18,8 @@ from mindspore import Parameter, Tensor
 
 from ...comm.pretended import MADE_DRY, executing
 from ...comm.record import is_user_file
-from ...dispatch.patches.undo import Patched
 from ...errors import ConfigError
+from ...internals.undo import Patched
 from ...tensor.dtensor import DTensor
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -21,9 +21,9 @@ from mindspore import Tensor
 
 from ...comm.group import Group
 from ...core.tree import leaves, map_leaves
-from ...dispatch.patches.undo import Patched
 from ...errors import OpRuleError
 from ...internals.names import Function, UsersFunction, jit_api, no_grad
+from ...internals.undo import Patched
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Refused
 from .account import Account, Origin, Types, account, site

@@ -4,8 +4,8 @@
 MindSpore 2.10 asks only the *first* operand's class for `__fallback__` in operators such as `parameter + dtensor`, and
 a class without one computes on local storage silently. One class attribute on `mindspore.Tensor` closes that for every
 entry point. It is installed with the first DTensor and `uninstall()` removes it; plain tensors are not slowed, because
-MindSpore asks only subclasses (and Parameters, which pay about 2 us). What the modules beside
-this one patch comes with it, and goes with it.
+MindSpore asks only subclasses (and Parameters, which pay about 2 us). The doors of the modules beside
+this one, (holder, attribute, what is made of the original), come with it, and go with it.
 """
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from mindspore import Tensor
 from ...core.tree import first_dtensor
 from ...internals.names import NoFallbackGuard, recording
 from ...internals.probes import check_internals
+from ...internals.undo import Patched
 from ..constants import Constant, plain_call
 from ..held import holding, plain_product
 from . import bprops, checkpoints, functions, gradients, hooks, jit, keywords, training, written
 
 _NAME = "__fallback__"
-_MODULES = (functions, keywords, jit, gradients, hooks, bprops, training, checkpoints, written)
+_installed = Patched()
 
 
 def _plain_fallback(self, func, args=(), kwargs=None):
@@ -44,7 +45,11 @@ def install() -> None:
         except BaseException:  # also Ctrl-C: half of the patches must not stay
             delattr(Tensor, _NAME)
             raise
-        for module in _MODULES:
+        gradients.end_abandoned()
+        for holder, name, door in (*functions.doors(), *keywords.doors(), *jit.DOORS, *gradients.DOORS, *hooks.DOORS,
+                                   *training.doors(), *checkpoints.DOORS):
+            _installed.put(holder, name, door(getattr(holder, name)))
+        for module in (written, bprops):  # recordings without DTensors ask these by themselves
             module.install()
 
 
@@ -52,5 +57,6 @@ def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
-        for module in reversed(_MODULES):
+        for module in (bprops, written):
             module.uninstall()
+        _installed.take_back()

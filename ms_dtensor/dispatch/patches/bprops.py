@@ -18,10 +18,10 @@ from mindspore import Tensor, mint, nn
 from ...core.tree import first_dtensor, leaves, map_leaves
 from ...errors import MixedOperandError, OpRuleError
 from ...internals.names import Function, UsersFunction, no_grad
+from ...internals.undo import Patched
 from .. import modes
 from ..operands import as_local, detached, local_alias, recording, redistribute, wrap
 from .gradients import recorded_apart
-from .undo import Patched
 
 _installed = Patched()
 OF_LOCAL = "_ms_dtensor_bprop_of_local"  # class attribute: its `bprop` is written for one rank's tensors

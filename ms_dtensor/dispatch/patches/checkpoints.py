@@ -21,11 +21,9 @@ from mindspore.train import serialization
 from ...comm.pretended import needs_data
 from ...errors import ConfigError, LayoutError, MixedOperandError
 from ..operands import local_alias, redistribute
-from .undo import Patched
 
 _ELSEWHERE = "__ms_dtensor_written_by_another_rank__"  # the only entry of what a rank that does not write would write
 _saving = threading.local()  # .mesh: (process, mesh) of the save under way in this thread
-_installed = Patched()
 _pieces = False  # see `take_pieces`
 
 
@@ -144,15 +142,5 @@ def _load_state(original):
     return load
 
 
-def install() -> None:
-    """Installs the patches; does nothing where they are in place."""
-    if not _installed:
-        for holder, name, door in ((serialization, "_convert_save_obj_to_param_list", _to_list),
-                                   (serialization, "_exec_save", _write), (serialization, "_update_param", _update),
-                                   (nn.Cell, "_load_from_state_dict", _load_state)):
-            _installed.put(holder, name, door(getattr(holder, name)))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()
+DOORS = ((serialization, "_convert_save_obj_to_param_list", _to_list), (serialization, "_exec_save", _write),
+         (serialization, "_update_param", _update), (nn.Cell, "_load_from_state_dict", _load_state))

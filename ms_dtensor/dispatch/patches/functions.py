@@ -27,7 +27,6 @@ from .. import class_loss, modes, policy
 from ..dispatcher import plain_tree
 from ..labels import check_labels, looked_up
 from ..operands import replicate_constant, wrap
-from .undo import Patched
 
 
 def _einsum(equation, operands, *rest):
@@ -103,7 +102,6 @@ _FUNCTIONS = (
     *((module, "rand_like", _rand_like) for module in _RANDOM),
     *((module, "randn_like", _randn_like) for module in _RANDOM),
     *((module, "randint_like", _randint_like) for module in _RANDOM),
-    *((module, "multinomial", _multinomial) for module in _MATH),
     *((module, "multinomial", _multinomial) for module in _RANDOM),
 )
 # (module, attribute, what MindSpore would fill in as a plain tensor: argument -> (shape, value))
@@ -116,7 +114,7 @@ _FILLED = (
 # (module, attribute) of functions in whose Python MindSpore makes constants of the whole shape, the same on every rank
 _WITH_CONSTANTS = (
     ("mindspore.ops.function.math_func", "_is_sign_inf"), *((module, "count_nonzero") for module in _MATH),
-    *((module, "threshold") for module in _NN[:3]), ("mindspore.nn.layer.activation:ops", "threshold"),
+    *((module, "threshold") for module in _NN[:3]),
     *((f"mindspore.ops{module}", "pinv") for module in (".function.linalg_func", ".function", "")),
 )
 # losses whose labels, integers, and class weights may be plain inside `loss_parallel()`: (module, or module:class;
@@ -126,7 +124,6 @@ _LABELLED = (
       for name in ("cross_entropy", "nll_loss", "cross_entropy_ext", "nll_loss_ext")),
     ("mindspore.ops.operations.nn_ops:SparseSoftmaxCrossEntropyWithLogits", "__call__", 2),
 )
-_installed = Patched()
 
 
 def _asking(original, meaning):
@@ -309,14 +306,19 @@ def _copysign(original):
     return copysign
 
 
-def _pair(get, put):
-    """Recompute's saving and restoring of random state, with ours beside MindSpore's."""
+def _both_states(get):
+    """Recompute's saving of random state, with ours beside MindSpore's."""
+    return lambda: (get(), rng.get_rng_state())
+
+
+def _to_both_states(put):
+    """Recompute's restoring of it."""
     def restore(state):
         if isinstance(state, tuple):
             rng.set_rng_state(state[1])
             state = state[0]
         return put(state)
-    return (lambda: (get(), rng.get_rng_state())), restore
+    return restore
 
 
 def _restarting(original):
@@ -345,50 +347,19 @@ def _holder(path: str):
     return getattr(holder, name) if name else holder
 
 
-def install() -> None:
-    """Installs the redirections that fit this MindSpore; does nothing where they are in place."""
-    if _installed:
-        return
-    for path, name, meaning in _FUNCTIONS:
-        holder = _holder(path)
-        original = holder.__dict__.get(name, None) or getattr(holder, name, None)
-        if original is not None:
-            _installed.put(holder, name, _asking(original, meaning))
-    for path, name, constants in _FILLED:
-        holder = _holder(path)
-        original = holder.__dict__.get(name)
-        if original is not None:
-            _installed.put(holder, name, _filling(original, constants))
-    for path, name in _WITH_CONSTANTS:
-        holder = _holder(path)
-        original = holder.__dict__.get(name)
-        if original is not None:
-            _installed.put(holder, name, _replicating(original))
-    for path, name, at in _LABELLED:
-        holder = _holder(path)
-        original = getattr(holder, name, None)
-        if original is not None:
-            _installed.put(holder, name, _labelling(original, at))
-    for path in ("mindspore.ops.function.clip_func", *_EVERYWHERE):
-        holder = _holder(path)
-        if hasattr(holder, "clip_by_global_norm"):
-            _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
-    for path in _MATH:
-        _installed.put(_holder(path), "count_nonzero", _with_dtensors(_holder(path).count_nonzero, _count_nonzero))
-        _installed.put(_holder(path), "copysign", _copysign(_holder(path).copysign))
-    methods = importlib.import_module("mindspore.ops.functional").tensor_operator_registry
-    _installed.put(methods, "copysign", _copysign(methods.get("copysign")))
-    _installed.put(rnns._RNNBase, "construct", _recurrent(rnns._RNNBase.construct))
-    _installed.put(rnns._DynamicLSTMCPUGPU, "construct", _lstm_layer(rnns._DynamicLSTMCPUGPU.construct))
-    seeds = importlib.import_module("mindspore.common.seed")
-    _installed.put(seeds, "_reset_op_seed", _restarting(seeds._reset_op_seed))
-    _installed.put(ms.Generator, "manual_seed", _seeding(ms.Generator.manual_seed))
-    recompute = importlib.import_module("mindspore.common.recompute")
-    get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
-    _installed.put(recompute, "get_rng_state", get)
-    _installed.put(recompute, "set_rng_state", put)
-
-
-def uninstall() -> None:
-    """Takes the redirections back."""
-    _installed.take_back()
+def doors() -> list[tuple]:
+    """The redirections that fit this MindSpore, and those that every MindSpore must have."""
+    found = [(_holder(path), name, door) for path, name, door in (
+        *((path, name, functools.partial(_asking, meaning=meaning)) for path, name, meaning in _FUNCTIONS),
+        *((path, name, functools.partial(_filling, constants=constants)) for path, name, constants in _FILLED),
+        *((path, name, _replicating) for path, name in _WITH_CONSTANTS),
+        *((path, name, functools.partial(_labelling, at=at)) for path, name, at in _LABELLED),
+        *((path, "clip_by_global_norm", functools.partial(_with_dtensors, ours=_clip_by_global_norm))
+          for path in ("mindspore.ops.function.clip_func", *_EVERYWHERE)))]
+    seeds, recompute = (importlib.import_module(f"mindspore.common.{name}") for name in ("seed", "recompute"))
+    return [*(door for door in found if hasattr(*door[:2])),
+            *((_holder(path), "count_nonzero", functools.partial(_with_dtensors, ours=_count_nonzero)) for path in _MATH),
+            *((_holder(path), "copysign", _copysign) for path in (*_MATH, f"{_EVERYWHERE[1]}:tensor_operator_registry")),
+            (rnns._RNNBase, "construct", _recurrent), (rnns._DynamicLSTMCPUGPU, "construct", _lstm_layer),
+            (seeds, "_reset_op_seed", _restarting), (ms.Generator, "manual_seed", _seeding),
+            (recompute, "get_rng_state", _both_states), (recompute, "set_rng_state", _to_both_states)]

@@ -27,11 +27,9 @@ from ..operands import SHARDED_BY, local_alias, recording, redistribute, retag
 from ..replaced import current
 from . import recomputed
 from .recomputed import sought
-from .undo import Patched
 
 _LIMIT = 256
 _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
-_installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
 _apart: ContextVar[bool] = ContextVar("ms_dtensor_recorded_apart", default=False)  # inside a recording's own forward
@@ -362,7 +360,7 @@ def _complex_call(original):
     return complex_call
 
 
-_DOORS = (
+DOORS = (
     (executor, "grad", _grad), (executor, "end_graph", _end_graph),
     (composite, "_wrap_func", _wrapped),
     (composite, "_pynative_func_grad_forward", _forward),
@@ -370,16 +368,3 @@ _DOORS = (
     (nn.Cell, "_complex_call", _complex_call),
     *recomputed.DOORS,
 )
-
-
-def install() -> None:
-    """Installs the doors; does nothing where they are in place."""
-    if not _installed:
-        end_abandoned()
-        for holder, name, door in _DOORS:
-            _installed.put(holder, name, door(getattr(holder, name)))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()

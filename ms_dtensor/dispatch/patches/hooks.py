@@ -32,11 +32,9 @@ from ...internals.names import (
 from ..cotangent import summed_gradient
 from ..held import hooked
 from ..operands import as_local, local_alias, redistribute, wrap
-from .undo import Patched
 
 _GIVEN = "given"  # attribute of a registered function: the user's hook
 _calls: ContextVar[tuple] = ContextVar("ms_dtensor_hooked_calls", default=())  # of cells with backward hooks, open now
-_installed = Patched()
 
 
 # -- of tensors and parameters ------------------------------------------------------------------------------------------
@@ -302,15 +300,6 @@ def _hook_primitive(original):
     return call
 
 
-def install() -> None:
-    """Installs the doors; does nothing where they are in place."""
-    if not _installed:
-        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct),
-                                   (HookBackward, "__init__", _keep_hook), (HookBackward, "__call__", _hook_primitive),
-                                   (InsertGradientOf, "__call__", _hook_primitive)):
-            _installed.put(holder, name, door(getattr(holder, name)))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()
+DOORS = ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct),
+         (HookBackward, "__init__", _keep_hook), (HookBackward, "__call__", _hook_primitive),
+         (InsertGradientOf, "__call__", _hook_primitive))

@@ -23,10 +23,10 @@ from ...core.tree import leaves, map_leaves
 from ...errors import DTensorError, OpRuleError
 from ...internals.names import jit_api, jit_trace, pijit_context
 from ...internals.probes import PYNATIVE, in_graph_mode
+from ...internals.undo import Patched
 from .. import classes, modes, policy
 from ..memo import stepped
 from ..operands import local_alias, redistribute
-from .undo import Patched
 
 # MindSpore's optimizers whose update of one element depends on that element alone
 _ELEMENTWISE = frozenset((
@@ -34,7 +34,7 @@ _ELEMENTWISE = frozenset((
     "Momentum", "NAdam", "ProximalAdagrad", "RAdam", "RMSProp", "RMSprop", "Rprop", "SGD"))
 _met: list[Tensor] | None = None  # DTensors that the compilation under way has met; None: there is none
 _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that captures a DTensor, the error)
-_asking, _installed = Patched(), Patched()
+_asking = Patched()
 
 
 _RULE = "A compiled graph does not dispatch: it would compute on this rank's shard."
@@ -328,7 +328,7 @@ def _all_finite(inputs, *_):
     return Tensor(total == 0)
 
 
-_DOORS = (
+DOORS = (
     (jit_api._JitExecutor, "__call__", _call), (jit_api._JitExecutor, "compile", _compile),
     (jit_api._CellGraphExecutor, "compile", _compile_cell), (jit_trace, "_jit_trace_begin", _trace_begin),
     (jit_trace, "_jit_trace_end", _trace_end), (pijit_context, "PreJit", _before_bytecode),
@@ -336,15 +336,3 @@ _DOORS = (
     (pijit_context.PIJitCaptureContext, "__exit__", _exit_bytecode), (nn.Adadelta, "construct", _eager_optimizer),
     (nn.Optimizer, "__call__", _call_optimizer),
 )
-
-
-def install() -> None:
-    """Installs the doors; does nothing where they are in place."""
-    if not _installed:
-        for holder, name, door in _DOORS:
-            _installed.put(holder, name, door(getattr(holder, name)))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()

@@ -82,28 +82,10 @@ def _init(self, *args, **kwargs):
     _BASE.__init__(self, *args, **kwargs)
 
 
-_installed: list[tuple[type, object]] = []
-
-
-def install() -> None:
-    """Installs all of it; does nothing where it is in place."""
-    if _installed:
-        return
-    for name in functional_overload.__all__:
-        instance = getattr(functional_overload, f"_{name}_instance", None)
-        if instance is not None:
-            # its class, which nobody shares: the graph compiler knows the object, and would not know a function in its place
-            _installed.append((type(instance), type(instance).__call__))
-            type(instance).__call__ = _by_position(type(instance).__call__, getattr(functional_overload, name))
-    Tensor.__setitem__ = _set_item
-    Tensor.__init__ = _init
-
-
-def uninstall() -> None:
-    """Takes all of it back."""
-    while _installed:
-        cls, original = _installed.pop()
-        cls.__call__ = original  # type: ignore[method-assign,assignment]  # what was patched
-    for name in ("__setitem__", "__init__"):
-        if name in Tensor.__dict__:
-            delattr(Tensor, name)
+def doors() -> list[tuple]:
+    """Of overloaded functions, and of plain tensors."""
+    instances = {name: getattr(functional_overload, f"_{name}_instance", None) for name in functional_overload.__all__}
+    # the class, which nobody shares: the graph compiler knows the object, and would not know a function in its place
+    return [*((type(one), "__call__", functools.partial(_by_position, function=getattr(functional_overload, name)))
+              for name, one in instances.items() if one is not None),
+            (Tensor, "__setitem__", lambda _: _set_item), (Tensor, "__init__", lambda _: _init)]

@@ -22,9 +22,6 @@ from ...errors import ConfigError, MixedOperandError
 from .. import modes
 from ..operands import LAID_OUT, wrap
 from ..replaced import current
-from .undo import Patched
-
-_installed = Patched()
 
 
 def _layout(x):
@@ -123,22 +120,12 @@ def _sync_batch_norm(original):
     return __init__
 
 
-def install() -> None:
-    """Installs the doors, on the metrics that exist; does nothing where they are in place."""
-    if _installed:
-        return
-    _installed.put(Metric, "_convert_data", _convert_data(Metric._convert_data))
-    _installed.put(Model, "_update_metrics", _update_metrics(Model._update_metrics))
-    _installed.put(summary_record.SummaryRecord, "add_value", _add_value(summary_record.SummaryRecord.add_value))
-    _installed.put(nn.Cell, "check_names", _check_names(nn.Cell.check_names))
-    _installed.put(nn.SyncBatchNorm, "__init__", _sync_batch_norm(nn.SyncBatchNorm.__init__))
+def doors() -> list[tuple]:
+    """Those of the metrics that exist, too."""
     classes: list = [Metric]
     for cls in classes:
         classes += [c for c in cls.__subclasses__() if c not in classes]
-        if cls is not Metric and "update" in cls.__dict__:
-            _installed.put(cls, "update", _update(cls.__dict__["update"]))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()
+    return [(Metric, "_convert_data", _convert_data), (Model, "_update_metrics", _update_metrics),
+            (summary_record.SummaryRecord, "add_value", _add_value), (nn.Cell, "check_names", _check_names),
+            (nn.SyncBatchNorm, "__init__", _sync_batch_norm),
+            *((cls, "update", _update) for cls in classes[1:] if "update" in cls.__dict__)]

@@ -10,8 +10,8 @@ import functools
 
 from mindspore import Parameter, Tensor, ops
 
+from ...internals.undo import Patched
 from ..memo import written_in_a_recording
-from .undo import Patched
 
 _installed = Patched()
 
