@@ -51,47 +51,51 @@ class FakeBackend(Backend):
     def communicator(self, group: Ranks) -> str | None:
         return communicator_name(group) if self.name == "local" else None
 
-    @staticmethod
-    def _give(result: np.ndarray, async_op: bool) -> Result:
-        tensor = Tensor.from_numpy(np.array(result, order="C", copy=True))
+    def _made(self, shape: Sequence[int], x: Tensor, async_op: bool, of: tuple = (...,)) -> Result:
+        """A result of this shape, of `x`, or of these elements of it."""
+        tensor = Tensor.from_numpy(np.array(_fit(x.asnumpy()[of], shape), order="C", copy=True))
         return Work(tensor) if async_op else tensor
 
+    def _own(self, dim: int, sizes: Sequence[int], group: Ranks) -> tuple[int, tuple]:
+        """How many rows of a dim are this rank's, and which."""
+        at, me = offsets(sizes), group.index(self.rank)
+        return sizes[me], cut(dim, at[me], at[me + 1])
+
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
-        return self._give(x.asnumpy(), async_op)
+        return self._made(x._shape, x, async_op)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
-        return self._give(_fit(x.asnumpy(), with_dim(x.shape, dim, sum(sizes))), async_op)
+        return self._made(with_dim(x._shape, dim, sum(sizes)), x, async_op)
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Result:
-        at, me = offsets(sizes), group.index(self.rank)
-        return self._give(x.asnumpy()[cut(dim, at[me], at[me + 1])], async_op)
+        count, mine = self._own(dim, sizes, group)
+        return self._made(with_dim(x._shape, dim, count), x, async_op, mine)
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    group: Ranks, async_op: bool = False) -> Result:
-        at, me = offsets(split_sizes), group.index(self.rank)
-        mine = x.asnumpy()[cut(split_dim, at[me], at[me + 1])]
-        return self._give(_fit(mine, with_dim(mine.shape, concat_dim, sum(concat_sizes))), async_op)
+        count, mine = self._own(split_dim, split_sizes, group)
+        return self._made(with_dim(with_dim(x._shape, split_dim, count), concat_dim, sum(concat_sizes)), x, async_op, mine)
 
     def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
                         async_op: bool = False) -> Result:
-        return self._give(_fit(x.asnumpy(), with_dim(x.shape, 0, sum(recv_sizes))), async_op)
+        return self._made(with_dim(x._shape, 0, sum(recv_sizes)), x, async_op)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         mine = [copy(x) for dst, x in sends if dst == self.rank]
         return [mine.pop(0) if src == self.rank and mine else
-                self._give(np.zeros(tuple(shape), numpy_dtype(dtype)), False) for src, shape, dtype in recvs]
+                Tensor.from_numpy(np.zeros(tuple(shape), numpy_dtype(dtype))) for src, shape, dtype in recvs]
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
-        return self._give(x.asnumpy(), async_op)
+        return self._made(x._shape, x, async_op)
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
                 dtype: Any, async_op: bool = False) -> Result:
-        at, me = offsets(sizes), group.index(self.rank)
+        count, mine = self._own(dim, sizes, group)
         if x is None:
-            return self._give(np.zeros(with_dim(shape, dim, sizes[me]), numpy_dtype(dtype)), async_op)
-        return self._give(x.asnumpy()[cut(dim, at[me], at[me + 1])], async_op)
+            x, mine = Tensor.from_numpy(np.zeros(0, numpy_dtype(dtype))), (...,)
+        return self._made(with_dim(shape, dim, count), x, async_op, mine)
 
     def barrier(self, group: Ranks) -> None:
         pass

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A world of ranks without data: collectives give tensors of the right shape and dtype, at no cost.
 
-As `comm/fake.py`, which repeats and cuts the data of this rank; here there are none. The invariant is the same.
+As `comm/fake.py`, whose shapes these are, and which repeats and cuts the data of this rank; here there are none.
 """
 from __future__ import annotations
 
@@ -52,12 +52,9 @@ class AbstractBackend(FakeBackend):
         super().__init__(size, rank)
         self.executor, self.on_host = executor, on_host
 
-    def _made(self, shape: Sequence[int], x: Tensor, async_op: bool) -> Result:
+    def _made(self, shape: Sequence[int], x: Tensor, async_op: bool, of: tuple = ()) -> Result:
         out = self.executor.arrive(shape, x.dtype, x)
         return Work(out) if async_op else out
-
-    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
-        return self._made(x._shape, x, async_op)
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> Work[Tensor]:
         self.executor.give(x)
@@ -65,9 +62,6 @@ class AbstractBackend(FakeBackend):
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         return self.executor.buffer(count, dtype)
-
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
-        return self._made(with_dim(x._shape, dim, sum(sizes)), x, async_op)
 
     def window(self, nbytes: int) -> AbstractWindow | None:
         """As the backend of a host has it, see `comm/shm/window.py`; a device packs."""
@@ -84,28 +78,12 @@ class AbstractBackend(FakeBackend):
         count = parts.total(tuple(wholes), group.index(self.rank))
         return self.executor.arrive((count,), next(iter(wholes.values())).dtype, *wholes.values())
 
-    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
-                       async_op: bool = False) -> Result:
-        return self._made(with_dim(x._shape, dim, sizes[group.index(self.rank)]), x, async_op)
-
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
-                   group: Ranks, async_op: bool = False) -> Result:
-        mine = with_dim(x._shape, split_dim, split_sizes[group.index(self.rank)])
-        return self._made(with_dim(mine, concat_dim, sum(concat_sizes)), x, async_op)
-
-    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
-                        async_op: bool = False) -> Result:
-        return self._made(with_dim(x._shape, 0, sum(recv_sizes)), x, async_op)
-
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         out = [self.executor.arrive(tuple(shape), dtype) for _, shape, dtype in recvs]
         self.executor.give(*(x for _, x in sends))
         self.executor.peers = tuple(to for to, _ in sends), tuple(of for of, _, _ in recvs)
         return out
-
-    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
-        return self._made(x._shape, x, async_op)
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
                 dtype: Any, async_op: bool = False) -> Result:
