@@ -20,7 +20,7 @@ from ms_dtensor.dispatch.memo import memo_of
 from ms_dtensor.dispatch.operands import local_alias, wrap
 from ms_dtensor.internals.names import NoFallbackGuard
 from ms_dtensor.internals.target import on_cpu
-from ms_dtensor.optim._storage import layout_of, local_view
+from ms_dtensor.optim.arrays import layout_of, local_view
 
 from .layers import Joined
 

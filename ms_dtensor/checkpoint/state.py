@@ -23,7 +23,7 @@ from ..dispatch.operands import dtype_name
 from ..errors import CheckpointError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ..optim._storage import local_view
+from ..optim.arrays import local_view
 from .safetensors_file import CODES, DTYPES
 
 Value = None | bool | int | float | str

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ._storage import layout_of
-from .arrays import Array, opened, precision, total, values, write, xp, zeros
+from .arrays import Array, layout_of, opened, precision, total, values, write, xp, zeros
 from .base import Optimizer, Params, Schedule
 from .reduce import axes_of, sum_over_ranks
 

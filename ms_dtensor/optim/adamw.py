@@ -20,8 +20,7 @@ from ..comm.pretended import executing
 from ..errors import ConfigError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import ascend_kernels, on_cpu, target
-from ._storage import local_view
-from .arrays import chunks, opened, precision, values, write, zeros
+from .arrays import chunks, local_view, opened, precision, values, write, zeros
 from .base import Optimizer, Params, Schedule
 from .offload import Swap, on_host
 

@@ -4,6 +4,9 @@
 `xp()` is the module whose functions take them; operators, `sum`, `reshape` and slices are alike in both. The one
 invariant: what is to change is written by `write`, since in-place arithmetic of tensors changes nothing on CPU. On a
 device nothing here asks for a value. All of it runs inside `NoFallbackGuard` (see `base.py`).
+
+On CPU, `asnumpy` of a tensor that owns its storage is a writable view of it, so in-place NumPy is both correct and fast
+there. Of a slice, `view` or transpose it is a *copy*, contiguous or not: addresses are compared before anything is written.
 """
 from __future__ import annotations
 
@@ -19,10 +22,30 @@ from mindspore import Parameter, Tensor, mint, ops
 from ..comm.pretended import executing
 from ..comm.world import synchronize
 from ..dispatch.memo import stepped
+from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ._storage import CHUNK, local_array, local_view
 
 Array = Any  # np.ndarray or mindspore.Tensor
+CHUNK = 1 << 15  # elements worked on at a time, so that an update's passes stay in the second-level cache
+
+
+def local_view(x: Tensor) -> np.ndarray | None:
+    """The storage of the local shard, as a writable array [its elements], or None where `asnumpy` gives a copy."""
+    with NoFallbackGuard():
+        array = Tensor.asnumpy(x)
+        shared = Tensor.is_contiguous(x) and array.flags.writeable and array.ctypes.data == Tensor.data_ptr(x)
+    return array.reshape(-1) if shared else None
+
+
+def local_array(x: Tensor) -> np.ndarray:
+    """The values of the local shard, as an array [its elements] that must not be written."""
+    with NoFallbackGuard():
+        return np.ascontiguousarray(Tensor.asnumpy(x)).reshape(-1)
+
+
+def layout_of(x):
+    """The layout of a DTensor, None for a plain tensor."""
+    return getattr(x, "layout", None)
 
 
 def xp():

@@ -23,8 +23,7 @@ from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.recorded import not_recorded
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
-from ._storage import layout_of
-from .arrays import Array, new_master, precision, values, write
+from .arrays import Array, layout_of, new_master, precision, values, write
 
 Params = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 Schedule = Callable[[int], float]

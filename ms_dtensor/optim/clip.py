@@ -21,7 +21,7 @@ from ..errors import ConfigError, LayoutError
 from ..internals.host import host_array
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ._storage import CHUNK, layout_of, local_array
+from .arrays import CHUNK, layout_of, local_array
 
 STAGE = "_ms_dtensor_stage"  # attribute of a pipeline's parameter: whether it counts here; of a tied one, on one rank
 

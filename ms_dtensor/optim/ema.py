@@ -10,8 +10,7 @@ from mindspore import Parameter, Tensor
 
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ._storage import layout_of, local_array
-from .arrays import chunks, precision, values, write, zeros
+from .arrays import chunks, layout_of, local_array, precision, values, write, zeros
 from .base import check_current, check_names, check_params, restore, state_tensor
 
 

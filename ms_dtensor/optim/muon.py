@@ -13,9 +13,8 @@ from typing import Any
 
 from mindspore import Tensor
 
-from ._storage import layout_of
 from .adamw import AdamW
-from .arrays import Array, opened, precision, total, values, write, xp, zeros
+from .arrays import Array, layout_of, opened, precision, total, values, write, xp, zeros
 from .base import Optimizer, Params, Schedule
 from .owners import assign, on_owners
 

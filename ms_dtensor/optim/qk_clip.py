@@ -15,8 +15,7 @@ from ..dispatch.modes import implicit_replication
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard, no_grad
 from ..tensor.dtensor import DTensor
-from ._storage import layout_of
-from .arrays import precision, values, write
+from .arrays import layout_of, precision, values, write
 
 _ROWS = 512  # of queries at a time: their logits are the memory that this needs
 
