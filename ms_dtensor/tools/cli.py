@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..core.refused import refused
 from ..core.version import __version__
@@ -38,6 +38,9 @@ To train a Llama, in a checkout (the wheel is the library alone):
   scripts/run_llama.sh 8 quickstart                   8 ranks of this machine
   scripts/run_llama.sh --help                         more, also several machines
 """
+COMMANDS = {"doctor": ".doctor", "plot": ".plot", "suggest": ".predict", "memory": ".predict", "verify": ".verify",
+            "run": ".run", "bench": ".bench.run", "calibrate": ".calibrate", "pipeline": "..pipeline.cli",
+            "ckpt": "..checkpoint.cli"}
 
 
 def piped(arguments: Sequence[str]) -> int:
@@ -71,44 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     if command in ("-V", "--version"):
         print(__version__)
         return 0
-    if command == "ckpt":
-        from ..checkpoint.cli import main as ckpt
-        return ckpt(arguments)
-    if command == "pipeline":
-        from ..pipeline.cli import main as pipeline
-        return pipeline(rest)
-    if command in ("suggest", "memory"):
-        from .predict import main as predict
-        return predict(command, rest)
-    if command == "verify":
-        from .verify import main as verify
-        return verify(rest)
-    if command == "calibrate":
-        from .calibrate import main as calibrate
-        return calibrate(rest)
-    if command == "bench":
-        from .bench.run import main as bench
-        return bench(rest)
-    if command == "run":
-        from .run import main as run
-        return run(rest)
-    parser = argparse.ArgumentParser(prog=f"python -m ms_dtensor {command}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    if command == "doctor":
-        from . import doctor
-        parser.description, parser.formatter_class = doctor.DESCRIPTION, argparse.RawDescriptionHelpFormatter
-        parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG",
-                            help="a recipe's YAML: whether a rank of it has the memory that it needs, too")
-        return doctor.main(parser.parse_args(rest))
-    if command == "plot":
-        from . import plot
-        parser.description = "Draws loss, throughput, communication and memory of training runs, as PNG and SVG."
-        parser.add_argument("--text", action="store_true", help="loss and communication as text, on the terminal; no files")
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR",
-                            help="a folder with metrics.jsonl; the first one is what the others are compared with")
-        parser.add_argument("--out", type=Path, metavar="DIR",
-                            help="where pictures go; default: RUN_DIR/plots of the first run")
-        return plot.main(parser.parse_args(rest))
-    argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot, suggest, memory, verify, run, bench, calibrate, pipeline "
-        "and ckpt. See python -m ms_dtensor --help")
+    if command not in COMMANDS:
+        *most, last = COMMANDS
+        argparse.ArgumentParser(prog="python -m ms_dtensor").error(
+            f"'{command[:60]}' is no command; known are {', '.join(most)} and {last}. See python -m ms_dtensor --help")
+    module = importlib.import_module(COMMANDS[command], __package__)
+    return module.main(arguments if command in ("ckpt", "suggest", "memory") else rest)  # which are told how they are called

@@ -6,6 +6,7 @@ everything that is opened is closed again.
 """
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -15,10 +16,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..core.refused import refused
 from ..errors import ConfigError
@@ -308,8 +309,14 @@ def findings() -> Iterator[Finding]:
                           "report it as a fault of ms_dtensor")
 
 
-def main(args: Any) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command; exit code 1 if a check failed, 2 if there is no such configuration."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor doctor", description=DESCRIPTION,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG",
+                        help="a recipe's YAML: whether a rank of it has the memory that it needs, too")
+    args = parser.parse_args(arguments)
     found: list[Finding] = []
     try:
         plan = [] if args.config is None else [fits(args.config)]

@@ -252,9 +252,9 @@ def told(one: Estimate) -> dict[str, Any]:
             "time": one.time, "memory_gib": {name: size / GIB for name, size in one.memory.items()}}
 
 
-def main(command: str, arguments: Sequence[str]) -> int:
-    """Either command; exit code 2 if it cannot be answered."""
+def main(arguments: Sequence[str]) -> int:
+    """Either command, the first of its arguments; exit code 2 if it cannot be answered."""
     try:
-        return {"suggest": suggested, "memory": needed}[command](arguments)
+        return {"suggest": suggested, "memory": needed}[arguments[0]](arguments[1:])
     except ConfigError as error:
         return refused(error, "--json" in arguments)

@@ -67,7 +67,7 @@ def test_what_is_missing_is_said_with_what_mends_it(monkeypatch, capsys, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     versions = {"protobuf": "6.33.6", "numpy": "2.1.0", "mindspore": "2.10.0"}
     monkeypatch.setattr(doctor, "_text", lambda name: versions.get(name, "not installed"))
-    assert doctor.main(types.SimpleNamespace(json=True, config=None)) == 1
+    assert doctor.main(["--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     found = {one["name"]: one for one in told["checks"]}
     assert not told["ready"] and "protobuf>=7.34.1" in found["protobuf"]["fix"] and "numpy>=1.26,<2" in found["NumPy"]["fix"]
