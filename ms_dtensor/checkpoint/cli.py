@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.layout import short_dtype
 from ..core.refused import refused
-from ..debug.text import human
+from ..debug.text import columns, human
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box
 from .converting import convert
@@ -203,11 +203,7 @@ def _shown(text: str, kept: str = "") -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
-    rows = [[_shown(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for row in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print()
+    print(columns([tuple(head), *(tuple(map(_shown, row)) for row in rows)]) + "\n")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def columns(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+def columns(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> str:
     """Rows as aligned text; columns that are empty throughout are left out."""
     used = [i for i in range(len(rows[0])) if any(r[i] for r in rows)]
     wide = {i: max(len(r[i]) for r in rows) for i in used}

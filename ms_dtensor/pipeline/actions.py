@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.files import regular
+from ..debug.text import columns
 from ..errors import ScheduleError
 
 Result = tuple[str, int, int]  # what an action makes: ("F" activation | "B" gradient of its input | "W", stage, microbatch)
@@ -187,11 +188,9 @@ def grid(ranks: Sequence[Sequence], rank: int | None = None, place: int = 0) -> 
     """
     rows = range(len(ranks)) if rank is None else range(max(0, rank - 1), min(len(ranks), rank + 2))
     longest = max(len(ranks[r]) for r in rows)
-    columns = range(longest) if rank is None else range(max(0, place - 2), max(min(longest, place + 3), place + 1))
-    cells = [["place", *map(str, columns)]]
+    places = range(longest) if rank is None else range(max(0, place - 2), max(min(longest, place + 3), place + 1))
+    cells: list[tuple[str, ...]] = [("place", *map(str, places))]
     for r in rows:
-        row = [str(ranks[r][c]) if c < len(ranks[r]) else "" for c in columns]
-        cells.append([f"rank {r}", *(f"[{text}]" if (r, c) == (rank, place) else text for c, text in zip(columns, row))])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]).rstrip()
-                     for row in cells)
+        row = [str(ranks[r][c]) if c < len(ranks[r]) else "" for c in places]
+        cells.append((f"rank {r}", *(f"[{text}]" if (r, c) == (rank, place) else text for c, text in zip(places, row))))
+    return columns(cells, right=range(1, len(places) + 1))

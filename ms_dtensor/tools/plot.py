@@ -6,6 +6,7 @@ tell apart; runs differ by line style as well. Read next: `runs.py`, which reads
 """
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..core.refused import refused
 from ..errors import ConfigError
-from .plot_text import show
+from .plot_text import in_words, show
 from .runs import Run, read
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -152,7 +153,7 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
                       for one in found]
             if key != "other" or any(widths):
                 axes.barh(range(len(runs)), widths, left=left, color=(*COLOURS, OTHER)[i], height=0.62, edgecolor="white",
-                          label=_kind(key))
+                          label=" over ".join(filter(None, in_words(key))))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, end in enumerate(left):
             axes.text(end, y, f" {end:.3g}", va="center", fontsize=9, color="#444444")
@@ -166,12 +167,6 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
     pair[1].set_title("Data")
     _legend(figure, pair[0], least=1)
     return figure
-
-
-def _kind(key: str) -> str:
-    op, _, axes = key.partition(" ")
-    op = "waiting for asynchronous ones" if op == "wait" else op.replace("_", "-")
-    return f"{op} over {axes}" if axes else op
 
 
 def _wrapped(name: str, width: int = 22) -> str:
@@ -196,8 +191,16 @@ def memory(pyplot: Any, runs: Sequence[Run]) -> Any:
 PICTURES = {"loss": loss, "throughput": throughput, "communication": communication, "memory": memory}
 
 
-def main(args: Any) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command; exit code 2 if nothing can be drawn."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor plot", description="Draws loss, throughput, communication "
+                                     "and memory of training runs, as PNG and SVG.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--text", action="store_true", help="loss and communication as text, on the terminal; no files")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR",
+                        help="a folder with metrics.jsonl; the first one is what the others are compared with")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where pictures go; default: RUN_DIR/plots of the first run")
+    args = parser.parse_args(arguments)
     out = args.out or args.runs[0] / "plots"
     try:
         if args.text:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ..debug.text import columns
 from .runs import Run
 
 WIDTH, HEIGHT = 64, 12
@@ -62,18 +63,17 @@ def communication(run: Run) -> str:
     if not found:
         return ""
     whole = [sum(line[i] for line in found.values()) for i in range(3)]
-    rows = [("collective", "over", "calls a step", "KiB a step, sent by a rank", "ms a step"),
-            *((*_names(key), *_figures(*line)) for key, line in found.items()), ("all", "", *_figures(*whole))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    return columns([("collective", "over", "calls a step", "KiB a step, sent by a rank", "ms a step"),
+                    *((*in_words(key), *_figures(*line)) for key, line in found.items()), ("all", "", *_figures(*whole))],
+                   right=(2, 3, 4))
 
 
 def _figures(calls: float, size: float, ms: float) -> tuple[str, str, str]:
     return f"{calls:.0f}", f"{size / 1024:,.0f}", f"{ms:.1f}"
 
 
-def _names(key: str) -> tuple[str, str]:
+def in_words(key: str) -> tuple[str, str]:
+    """Of communication, in words: what it is, and over which axes."""
     op, _, axes = key.partition(" ")
     return ("waiting for asynchronous ones" if op == "wait" else op.replace("_", "-")), axes
 
