@@ -19,7 +19,7 @@ from pathlib import Path
 from ..comm.group import Group
 from ..errors import CheckpointError
 from .folder import Folder, write_synced
-from .ranks import attempted, gathered, raise_for_all, rank_of, told
+from .ranks import attempted, gathered, raise_together, rank_of, told
 from .refusals import refusals
 
 PATIENCE = 3600.0  # seconds rank 0 waits for the slowest rank's file
@@ -75,11 +75,7 @@ class AsyncSave:
             self._alone.set()
             raise
         self._thread.join()
-        if self._group is None:
-            if self._error is not None:
-                raise self._error
-            return
-        raise_for_all("save", gathered(self._group, None if self._error is None else told(self._error)))
+        raise_together(self._group, "save", self._error)
 
 
 def wait() -> None:

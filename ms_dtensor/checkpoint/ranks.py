@@ -50,11 +50,7 @@ def together(group: Group | None, what: str, work: Callable[[], T]) -> T:
         CheckpointError: on all ranks the same, where it fails on any; names the ranks.
     """
     result, error = attempted(work)
-    if group is None:
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-    raise_for_all(what, group.all_gather_object(None if error is None else told(error)))
+    raise_together(group, what, error)
     return result  # type: ignore[return-value]
 
 
@@ -97,6 +93,14 @@ def told(error: Exception) -> list:
     if isinstance(error, CheckpointError):
         return [error.attempt, error.operands, error.rule, list(error.fix)]
     return [f"{type(error).__name__}: {error}", "", "", []]
+
+
+def raise_together(group: Group | None, what: str, error: Exception | None) -> None:
+    """Raises what has failed on any rank, on all of them; alone, the error itself."""
+    if group is not None:
+        raise_for_all(what, group.all_gather_object(None if error is None else told(error)))
+    elif error is not None:
+        raise error
 
 
 def raise_for_all(what: str, errors: list[list | None]) -> None:

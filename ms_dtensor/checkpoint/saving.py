@@ -27,7 +27,7 @@ from . import background
 from .folder import Folder, now, point_latest, retire, step_name, write_synced
 from .index import NAME, Index, dump, file_name
 from .plan import Request, assign, parts_of, volume
-from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told
+from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, raise_together, rank_of, together, told
 from .refusals import refusals
 from .spread import Ranks
 from .staging import Snapshot
@@ -189,12 +189,9 @@ def _finish(group: Group | None, folder: Folder | None, error: Exception | None,
             _, error = attempted(lambda: complete([written for _, written in everyone]))
         if error is not None or bad:
             folder.abandon()
-    if group is None:
-        if error is not None:
-            raise error
-        return
-    raise_for_all("save", [e for e, _ in everyone])
-    raise_for_all("save", group.all_gather_object(None if error is None else told(error)))
+    if group is not None:
+        raise_for_all("save", [e for e, _ in everyone])
+    raise_together(group, "save", error)
 
 
 def _described(state: Any, path: Any, step: int | None, keep_last: int | None, keep_every: int | None,
