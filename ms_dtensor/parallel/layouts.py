@@ -60,6 +60,13 @@ def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
                        f"name the axis: {{{mesh.mesh_dim_names[-1]!r}: {placement!r}}}"))
 
 
+def check_one_axis(mesh: DeviceMesh, who: str) -> None:
+    """Refuses a mesh of several axes, for a style that cuts a weight."""
+    if mesh.ndim != 1:
+        raise LayoutError(f"For '{who}', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "The style cuts a weight over one axis.", f"apply it on mesh[{mesh.mesh_dim_names[-1]!r}]")
+
+
 def place(x: DTensor, mesh: DeviceMesh, placement, who: str) -> DTensor:
     """`x` redistributed on the axes of `mesh`; the other axes of its own mesh stay."""
     find = _target if isinstance(placement, Placement) else _target.__wrapped__

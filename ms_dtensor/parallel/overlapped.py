@@ -17,11 +17,11 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import FusedShard, Placement, Replicate, Shard
 from ..custom_ops.local_map import local_map
 from ..debug.types.doors import declared
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError
 from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
 from .late import RUN, Debt, Late
-from .layouts import around_construct, place, place_first_input, shard_parameter
+from .layouts import around_construct, check_one_axis, place, place_first_input, shard_parameter
 from .pieces import Columns, How, Pieces, Rows
 from .styles import ParallelStyle, _is_linear
 
@@ -34,9 +34,7 @@ _OVERLAPPED = "_ms_dtensor_overlapped"  # of a block: its cells of both kinds, t
 def _check(who: str, pieces: Pieces, cells: dict[str, nn.Cell], mesh: DeviceMesh) -> None:
     if pieces != "kernel" and (not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1):
         raise ConfigError(f"For '{who}', 'pieces' is {pieces!r}.", "", 'It is a number from 1 on, or "kernel".', "pieces=4")
-    if mesh.ndim != 1:
-        raise LayoutError(f"For '{who}', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
-                          "The style cuts a weight over one axis.", f"apply it on mesh[{mesh.mesh_dim_names[-1]!r}]")
+    check_one_axis(mesh, who)
     for name, cell in cells.items():
         plain = _is_linear(cell) and "construct" not in cell.__dict__ and \
             type(cell).construct in (nn.Dense.construct, mint.nn.Linear.construct)

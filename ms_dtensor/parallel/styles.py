@@ -18,7 +18,7 @@ from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
 from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
-from .layouts import by_axis, enter, hand_out, place, place_first_input, shard_parameter
+from .layouts import by_axis, check_one_axis, enter, hand_out, place, place_first_input, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -99,10 +99,7 @@ class _Sharded(ParallelStyle):
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
         who = type(self).__name__
         params, _ = self._placements(module)
-        if device_mesh.ndim != 1:
-            raise LayoutError(f"For '{who}', the mesh has {device_mesh.ndim} axes.", f"mesh({device_mesh.describe()})",
-                              "The style cuts a weight over one axis.",
-                              f"apply it on mesh[{device_mesh.mesh_dim_names[-1]!r}]")
+        check_one_axis(device_mesh, who)
         by_axis(self.input_layouts, device_mesh, who)
         by_axis(self.output_layouts, device_mesh, who)
         return {key: params[min(param.ndim, 2)] for key, param in module._params.items() if param is not None}
