@@ -81,6 +81,12 @@ def details(title: str, *content: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{''.join(content)}</details>"
 
 
+def all_rows(runs: Sequence[Loaded], benchmark: str, titles: Sequence[str], keys: Sequence[str]) -> str:
+    """What each run has measured, a table each."""
+    return "".join(details(f"{run.name}: all rows", table(titles, [[r[k] for k in keys] for r in run.rows(benchmark)]))
+                   for run in runs)
+
+
 def unique(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
@@ -181,21 +187,18 @@ def compute(runs: Sequence[Loaded]) -> str:
                      for run in runs]
             out.append(bar_section(runs, found, dtype, unit))
     titles = ("op", "shape", "type", "time(us)", "fastest", "slowest", "TFLOP/s", "of peak", "peak TFLOP/s", "GB/s")
-    tables = [details(f"{run.name}: all rows", table(titles, [
-        (r["op"], r["shape"], r["type"], r["time"], r["fastest"], r["slowest"], r["tflops"], r["share"], r["peak"], r["gbs"])
-        for r in run.rows("compute")])) for run in runs]
+    keys = ("op", "shape", "type", "time", "fastest", "slowest", "tflops", "share", "peak", "gbs")
     peaks = "; ".join(f"{p['device']}: " + ", ".join(f"{k} {v}" for k, v in p.items() if k not in ("device", "source"))
                       + f" ({p['source']})" for p in KNOWN["peaks"])
-    return legend(runs) + charts(*out) + "".join(tables) + \
+    return legend(runs) + charts(*out) + all_rows(runs, "compute", titles, keys) + \
         f"<p>Peaks in TFLOP/s: {escape(peaks)}. Time is the median device's, beside the fastest and the slowest.</p>"
 
 
 def dispatch(runs: Sequence[Loaded]) -> str:
     found = [{r["op"]: r["added"] for r in run.rows("dispatch")} for run in runs]
     titles = ("op", "mode", "plain", "ours", "added", "floor added")
-    tables = [details(f"{run.name}: all rows", table(titles, [[r[k] for k in titles] for r in run.rows("dispatch")]))
-              for run in runs]
-    return legend(runs) + charts(bar_section(runs, found, "added by a DTensor", "us")) + "".join(tables)
+    bars = charts(bar_section(runs, found, "added by a DTensor", "us"))
+    return legend(runs) + bars + all_rows(runs, "dispatch", titles, titles)
 
 
 def llama(runs: Sequence[Loaded]) -> str:
@@ -236,11 +239,9 @@ def scaling(runs: Sequence[Loaded]) -> str:
 
 def checkpoint(runs: Sequence[Loaded]) -> str:
     found = [{r["what"]: r["gbs"] for r in run.rows("checkpoint")} for run in runs]
-    titles = ("what", "ranks", "bytes", "seconds", "gbs", "gbs_p")
-    names = (*titles[:4], "GB/s", "GB/s/p")
-    tables = [details(f"{run.name}: all rows", table(names, [[r[k] for k in titles] for r in run.rows("checkpoint")]))
-              for run in runs]
-    return legend(runs) + charts(bar_section(runs, found, "all ranks together", "GB/s")) + "".join(tables)
+    keys = ("what", "ranks", "bytes", "seconds", "gbs", "gbs_p")
+    bars = charts(bar_section(runs, found, "all ranks together", "GB/s"))
+    return legend(runs) + bars + all_rows(runs, "checkpoint", (*keys[:4], "GB/s", "GB/s/p"), keys)
 
 
 def startup(runs: Sequence[Loaded]) -> str:
