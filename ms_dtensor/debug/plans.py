@@ -88,9 +88,9 @@ def _run(fn: Callable, args: Sequence, kwargs: dict):
         print(f"{name}: {mode.table()}")
 
 
-def plan_text(src: Layout, dst: Layout, model: CostModel | None = None) -> str:
+def plan_text(src: Layout, dst: Layout) -> str:
     """What `explain(src, dst)` prints."""
-    model = model or costs(src.mesh.device_type)
+    model = costs(src.mesh.device_type)
     head = f"{src} -> {dst} on mesh({src.mesh.describe()})"
     if src.mesh != dst.mesh:
         head += f" -> mesh({dst.mesh.describe()})"

@@ -143,13 +143,13 @@ def exchange_messages(src: Layout, dst: Layout) -> int:
     return prod(src.mesh.shape[a] for a in moved_axes(_state(src), _state(dst)))
 
 
-def check_reachable(src: Layout, dst: Layout, who: str = "redistribute") -> None:
+def check_reachable(src: Layout, dst: Layout) -> None:
     """Raises RedistributeError if no plan can exist."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
-        raise RedistributeError(f"For '{who}', source and target are different tensors.", f"{src} -> {dst}")
+        raise RedistributeError("For 'redistribute', source and target are different tensors.", f"{src} -> {dst}")
     if (src.mesh.varies or dst.mesh.varies) and (src.mesh != dst.mesh or src.mesh.varies != dst.mesh.varies):
         raise RedistributeError(
-            f"For '{who}', one of the meshes is another set of ranks on other ranks.",
+            "For 'redistribute', one of the meshes is another set of ranks on other ranks.",
             f"{src.describe()} -> {dst.describe()}",
             "A sub-mesh is one of several blocks of its root; each rank sees its own and would plan another move.",
             ("redistribute on the root, with Replicate() or Shard(dim) on each of its axes",
@@ -159,7 +159,7 @@ def check_reachable(src: Layout, dst: Layout, who: str = "redistribute") -> None
     have = {(src.mesh.mesh_dim_names[a], src.placements[a].reduce_op) for a in src.partial_axes}
     if not wanted <= have or (wanted and src.mesh != dst.mesh):
         axis, op = sorted(wanted - have or wanted)[0]
-        raise RedistributeError(f"For '{who}', the target is Partial({op!r}) on axis {axis!r}, the source is not.",
+        raise RedistributeError(f"For 'redistribute', the target is Partial({op!r}) on axis {axis!r}, the source is not.",
                                 f"{src.describe()} -> {dst}", "A value can be reduced, not un-reduced.",
                                 (f"ask for Replicate() or Shard(dim) on axis {axis!r}",
                                  "from_local(..., [Partial()]) builds a partial value from summands"))
