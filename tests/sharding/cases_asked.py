@@ -208,3 +208,19 @@ def on_devices_units_that_share_memory_refuse_the_penalty(world):
         said = refusal(lambda: alike(net, plain, mesh, steep), LayoutError)
         assert "derivative of a gradient" in said and "reshard_after_forward=False" in said, said
         alike(net, plain, mesh, both, rtol=1e-4)
+
+
+@case(2)
+def by_list_of_a_function_without_weights_whose_result_is_plain(world):
+    """Whose gradient is whose is not known there, so what is no gradient would be handed out as one."""
+    @each(WAYS)
+    def check(way):
+        plain, net = twins(lambda: Built(lambda c, x: c.blocks(x), blocks=Mul()), way, data_mesh(world))
+        x = rows_of(data_mesh(world))
+
+        def loss(t):
+            return (net(t) ** 2).mean().full_tensor()
+        told = refusal(lambda: ops.GradOperation(get_by_list=True)(loss)(x), LayoutError)
+        assert "its result is plain" in told and "net.trainable_params()" in told
+        want = ops.GradOperation(get_by_list=True)(lambda t: (plain(t) ** 2).mean(), plain.trainable_params())(Tensor(ROWS))
+        equal_each(ops.GradOperation(get_by_list=True)(loss, net.trainable_params())(x), want, plain.trainable_params(), way)

@@ -196,8 +196,9 @@ def _current(weights):
 def _check_listed(fn) -> None:
     """Without weights MindSpore gives the gradients of all parameters that a function met, and does not say which."""
     layout = next(filter(None, _outputs.get(id(fn), ())), None)
-    if layout is not None and not isinstance(fn, nn.Cell):
-        raise LayoutError("For a gradient by list, a function on DTensors was given without weights.", layout.describe(),
+    if (layout is not None or len(in_this_gradient)) and not isinstance(fn, nn.Cell):
+        raise LayoutError("For a gradient by list, a function on DTensors was given without weights.",
+                          "its result is plain" if layout is None else layout.describe(),
                           "Whose gradient is whose is not known, so shards would pass for whole gradients.",
                           "GradOperation(get_by_list=True)(function, net.trainable_params())")
 
