@@ -60,6 +60,8 @@ class Sums:
         of.unit.log("reduce", "backward")
         self._of, self._block = of, block
         self._work, self._widths = block.reduce(grads, when)  # whole gradients may go before the backward ends
+        if not of.main and self._work.pending_result is not None:
+            gradient(self._work.pending_result)
         self.numbers = {id(block.params[i]): i for i in grads}  # of these parameters, by id
 
     def finish(self, scale: float) -> dict[int, Tensor]:
@@ -84,6 +86,8 @@ class Sums:
             total, dtype = flat if scale == 1 else flat * scale, block.params[next(iter(shards))].dtype
             if flat.dtype != dtype and not of.main and all(block.params[i].dtype == dtype for i in shards):
                 total = cast(total, dtype)  # one kernel for all of them
+            if not of.main:
+                gradient(total)
             shards = shards if total is flat else block.shards(self._widths, total)
             return {key: shards[i] for key, i in self.numbers.items()}
 
