@@ -55,8 +55,7 @@ class Recording:
             ConfigError: this MindSpore has no such engine.
         """
         check_recordings()
-        patches.written.install()
-        patches.bprops.install()
+        patches.install_for_recordings()
         end_abandoned()
         if recording() or not enabled():
             raise OpRuleError("For 'Recording.of', a forward cannot be recorded here.", str(fn),

@@ -20,7 +20,7 @@ from ..held import holding, plain_product
 from . import bprops, checkpoints, functions, gradients, hooks, jit, keywords, training, written
 
 _NAME = "__fallback__"
-_installed = Patched()
+_installed, _for_recordings = Patched(), Patched()
 
 
 def _plain_fallback(self, func, args=(), kwargs=None):
@@ -49,14 +49,19 @@ def install() -> None:
         for holder, name, door in (*functions.doors(), *keywords.doors(), *jit.DOORS, *gradients.DOORS, *hooks.DOORS,
                                    *training.doors(), *checkpoints.DOORS):
             _installed.put(holder, name, door(getattr(holder, name)))
-        for module in (written, bprops):  # recordings without DTensors ask these by themselves
-            module.install()
+        install_for_recordings()
+
+
+def install_for_recordings() -> None:
+    """Installs what a `Recording` needs without a DTensor, too; does nothing where it is in place."""
+    if not _for_recordings:
+        for holder, name, door in (*written.DOORS, *bprops.DOORS):
+            _for_recordings.put(holder, name, door(getattr(holder, name)))
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
-        for module in (bprops, written):
-            module.uninstall()
+        _for_recordings.take_back()
         _installed.take_back()

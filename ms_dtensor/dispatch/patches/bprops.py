@@ -18,12 +18,10 @@ from mindspore import Tensor, mint, nn
 from ...core.tree import first_dtensor, leaves, map_leaves
 from ...errors import MixedOperandError, OpRuleError
 from ...internals.names import Function, UsersFunction, no_grad
-from ...internals.undo import Patched
 from .. import modes
 from ..operands import as_local, detached, local_alias, recording, redistribute, wrap
 from .gradients import recorded_apart
 
-_installed = Patched()
 OF_LOCAL = "_ms_dtensor_bprop_of_local"  # class attribute: its `bprop` is written for one rank's tensors
 
 
@@ -172,13 +170,4 @@ def _apply(original):
     return classmethod(apply)
 
 
-def install() -> None:
-    """Installs the doors; does nothing where they are in place."""
-    if not _installed:
-        _installed.put(nn.Cell, "_call_custom_bprop", _call_custom_bprop(nn.Cell._call_custom_bprop))
-        _installed.put(UsersFunction, "apply", _apply(vars(UsersFunction)["apply"]))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()
+DOORS = ((nn.Cell, "_call_custom_bprop", _call_custom_bprop), (UsersFunction, "apply", _apply))

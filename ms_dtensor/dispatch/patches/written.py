@@ -10,10 +10,7 @@ import functools
 
 from mindspore import Parameter, Tensor, ops
 
-from ...internals.undo import Patched
 from ..memo import written_in_a_recording
-
-_installed = Patched()
 
 
 def _writes(original):
@@ -29,14 +26,5 @@ def _writes(original):
     return call
 
 
-def install() -> None:
-    """Installs the doors; does nothing where they are in place."""
-    if not _installed:
-        for holder, name in ((ops.Assign, "__call__"), (ops.AssignAdd, "__call__"), (ops.AssignSub, "__call__"),
-                             (Parameter, "set_data")):
-            _installed.put(holder, name, _writes(getattr(holder, name)))
-
-
-def uninstall() -> None:
-    """Takes them back."""
-    _installed.take_back()
+DOORS = ((ops.Assign, "__call__", _writes), (ops.AssignAdd, "__call__", _writes), (ops.AssignSub, "__call__", _writes),
+         (Parameter, "set_data", _writes))
